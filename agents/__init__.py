@@ -1,0 +1,1 @@
+"""The policy side, and the one place where agent meets environment. Speaks tokens."""

@@ -1,0 +1,1 @@
+"""Generators write the tokens: clients of engines that are servers of their own."""

@@ -1,0 +1,1 @@
+"""Environments of other makes, as a `ToolEnv`."""

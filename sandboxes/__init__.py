@@ -1,0 +1,1 @@
+"""Runs untrusted commands somewhere safe. Knows nothing of RL."""

@@ -1,0 +1,166 @@
+"""A child Python process that answers calls: the learner, and foreign environments, live in one.
+
+`ChildProcess` starts `python -m MODULE` and exchanges length-prefixed pickles with it over its standard input
+and output, one call at a time in the order they were made. The child runs `serve_calls`. A child whose parent
+is gone reads end-of-file and exits, so `kill -9` of the parent leaves none behind. Both sides are the same
+code base on the same machine: pickle is used for its arrays, and never for anything that an agent wrote.
+"""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from driftgym.errors import DriftgymError
+
+_HEADER = struct.Struct(">Q")
+
+
+class ChildDiedError(DriftgymError):
+    """The child process ended, or was killed, before it answered."""
+
+
+class ChildCallError(DriftgymError):
+    """The called function raised; the message is the child's traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """What the child sends in the place of a result.
+
+    >>> _Failure(error=ValueError("x"), traceback="...").traceback
+    '...'
+    """
+
+    error: Exception | None
+    """The exception where it can be pickled and is one of driftgym's own; None otherwise."""
+    traceback: str
+    """The child's traceback."""
+
+
+class ChildProcess:
+    """One child process and the calls to it. Use `start`, then `call`, then `close`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process = process
+        self._name = name
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls, module: str, *arguments: str, name: str | None = None, env: Mapping[str, str] | None = None
+    ) -> "ChildProcess":
+        """Starts `python -m module *arguments` with `env` added to the environment."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # ctrl-C goes to the parent, which closes its children in order
+        )
+        return cls(process, name or module)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the child runs."""
+        return self._process.returncode is None
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """The result of `method(*args, **kwargs)` in the child. Waits for earlier calls first.
+
+        A call that is cancelled, or that runs past `timeout_s`, kills the child: its answer would otherwise be
+        taken for that of the next call.
+
+        Raises:
+            ChildDiedError: the child is gone.
+            ChildCallError: the function raised something that is not an error of driftgym.
+            DriftgymError: the function raised it.
+            TimeoutError: no answer within `timeout_s`.
+        """
+        async with self._turn:
+            answered = False
+            try:
+                async with asyncio.timeout(timeout_s):
+                    result = await self._exchange((method, args, kwargs))
+                answered = True
+            finally:
+                if not answered:
+                    self.kill()
+        if isinstance(result, _Failure):
+            if result.error is not None:
+                raise result.error
+            raise ChildCallError(f"{self._name}: {method} failed\n{result.traceback}")
+        return result
+
+    async def _exchange(self, request: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        payload = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            stdin.write(_HEADER.pack(len(payload)) + payload)
+            await stdin.drain()
+            (size,) = _HEADER.unpack(await stdout.readexactly(_HEADER.size))
+            return pickle.loads(await stdout.readexactly(size))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            code = await self._process.wait()
+            raise ChildDiedError(f"{self._name} (pid {self.pid}) ended with exit code {code}") from None
+
+    def kill(self) -> None:
+        """Kills the child at once; nothing happens when it has already ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Ends the child: closes its input, which it takes as the end; kills it past `timeout_s`."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+
+def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
+    """The child's side: answers calls from standard input until it ends.
+
+    What the functions print goes to standard error, since standard output carries the answers.
+    """
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while (request := _read_frame(requests)) is not None:
+        method, args, kwargs = pickle.loads(request)
+        try:
+            payload = pickle.dumps(methods[method](*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            known = error if isinstance(error, DriftgymError) else None
+            payload = pickle.dumps(_Failure(error=known, traceback=traceback.format_exc()))
+        answers.write(_HEADER.pack(len(payload)) + payload)
+        answers.flush()
+
+
+def _read_frame(stream: BinaryIO) -> bytes | None:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack(header)
+    payload = stream.read(size)
+    return payload if len(payload) == size else None

@@ -1,0 +1,1 @@
+"""Turns trajectories into weights."""
