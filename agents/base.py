@@ -36,9 +36,7 @@ class OutOfTokensError(Exception):
 class Conversation(Protocol):
     """One episode, seen from the agent."""
 
-    async def act(
-        self, messages: Sequence[Message], *, deadline_s: float, min_policy_version: int = 0
-    ) -> AgentTurn:
+    async def act(self, messages: Sequence[Message], *, deadline_s: float, min_policy_version: int = 0) -> AgentTurn:
         """Answers `messages`: the first prompt at first, then each reply of the environment.
 
         Args:

@@ -3,9 +3,39 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from driftgym.config import Limits
+from driftgym.errors import TrainingError
+from driftgym.processes import ChildCallError, ChildDiedError, ChildProcess
+from driftgym.trainer.learner_config import (
+    LearnerConfig,
+    LearnerSpec,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PpoConfig,
+    ReinforceConfig,
+    TisConfig,
+    WarmupConfig,
+)
+from driftgym.trainer.models import LoraConfig, ModelConfig
 from driftgym.types import Segment, WeightUpdate
+
+__all__ = [
+    "LearnerConfig",
+    "LearnerSpec",
+    "LoraConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PpoConfig",
+    "ProcessTrainingClient",
+    "ReinforceConfig",
+    "StepReport",
+    "TisConfig",
+    "TrainingClient",
+    "WarmupConfig",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +68,22 @@ class TrainingClient(Protocol):
         ...
 
     async def publish(self, folder: Path) -> WeightUpdate:
-        """Writes the current weights to `folder`, whole or not at all."""
+        """Writes the current weights into a new folder below `folder`, whole or not at all.
+
+        The update's location is that new folder: one per publication, named after incarnation and policy version.
+        The two newest publications are kept below `folder`, older ones are removed.
+        """
         ...
 
     async def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and random state to `folder`."""
+        """Writes weights, optimizer and random state to `folder`, whole or not at all.
+
+        `folder` does not exist yet, or is empty. It gets a manifest of its own (see `checkpoint`).
+        """
         ...
 
     async def load(self, folder: Path, *, policy_version: int) -> None:
-        """Takes up what `save` wrote. Raises TrainingError when it is damaged."""
+        """Takes up what `save` wrote to `folder`. Raises TrainingError when it is damaged, or of another version."""
         ...
 
     async def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
@@ -56,3 +93,77 @@ class TrainingClient(Protocol):
     async def close(self) -> None:
         """Ends the learner."""
         ...
+
+
+class ProcessTrainingClient:
+    """A learner in a process of its own. Made by `start`; a call that fails for good leaves no process behind."""
+
+    def __init__(self, process: ChildProcess, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+
+    @classmethod
+    async def start(cls, spec: LearnerSpec, *, limits: Limits) -> "ProcessTrainingClient":
+        """Starts the process and loads the model.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or cannot be trained by this learner.
+            TrainingError: the process ended, or was not ready within `limits.learner_s`.
+        """
+        # One pool of threads, of the size asked for, that sleeps when idle: the generator works on the same cores.
+        num_threads = str(spec.config.num_threads)
+        environment = {"OMP_NUM_THREADS": num_threads, "MKL_NUM_THREADS": num_threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        process = await ChildProcess.start("driftgym.trainer.learner", name="learner", env=environment)
+        client = cls(process, limits)
+        try:
+            await client._call("start", spec)
+        except BaseException:
+            await process.close(timeout_s=limits.close_s)
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The learner's process id."""
+        return self._process.pid
+
+    async def train_step(self, segments: Sequence[Segment]) -> StepReport:
+        """See TrainingClient."""
+        report: StepReport = await self._call("train_step", list(segments))
+        return report
+
+    async def publish(self, folder: Path) -> WeightUpdate:
+        """See TrainingClient."""
+        update: WeightUpdate = await self._call("publish", folder)
+        return update
+
+    async def save(self, folder: Path) -> None:
+        """See TrainingClient."""
+        await self._call("save", folder)
+
+    async def load(self, folder: Path, *, policy_version: int) -> None:
+        """See TrainingClient."""
+        await self._call("load", folder, policy_version=policy_version)
+
+    async def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
+        """See TrainingClient."""
+        figures: Mapping[str, float] = await self._call("warm_up", list(segments))
+        return figures
+
+    async def close(self) -> None:
+        """See TrainingClient. Waits `limits.close_s` for a running call, then kills."""
+        await self._process.close(timeout_s=self._limits.close_s)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One call of the learner; what goes wrong with its process is a TrainingError."""
+        timeout_s = self._limits.learner_s
+        try:
+            return await self._process.call(method, *args, timeout_s=timeout_s, **kwargs)
+        except ChildDiedError as error:
+            raise TrainingError(f"the learner is gone: {error}") from None
+        except ChildCallError as error:
+            raise TrainingError(str(error)) from None
+        except TimeoutError:
+            raise TrainingError(
+                f"the learner did not finish {method} within limits.learner_s = {timeout_s:g} s; it was killed"
+            ) from None

@@ -1,1 +1,1 @@
-"""Environments of other makes, as a `ToolEnv`."""
+"""Foreign environments, played as `ToolEnv`s."""

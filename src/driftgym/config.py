@@ -20,23 +20,23 @@ _ConfigT = TypeVar("_ConfigT", bound="Config")
 class Config(pydantic.BaseModel):
     """Base of every configuration: frozen, unknown keys refused, defaults checked too."""
 
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=()
-    )
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
 
 class Limits(Config):
     """The deadline of every layer, in seconds. Nothing waits without one."""
 
-    tool_call_s: float = pydantic.Field(
-        10.0, gt=0, description="One tool call; then the agent reads a timeout."
-    )
+    tool_call_s: float = pydantic.Field(10.0, gt=0, description="One tool call; then the agent reads a timeout.")
     generation_s: float = pydantic.Field(120.0, gt=0, description="One generation request.")
     episode_s: float = pydantic.Field(
         600.0, gt=0, description="One episode; stands still while its request is queued or paused."
     )
+    grade_s: float = pydantic.Field(60.0, gt=0, description="Grading one episode.")
     sandbox_start_s: float = pydantic.Field(60.0, gt=0, description="Starting one box.")
     weight_update_s: float = pydantic.Field(120.0, gt=0, description="One generator taking new weights.")
+    learner_s: float = pydantic.Field(
+        1800.0, gt=0, description="One call of the learner: a step, a warm-up, a checkpoint; then it is killed."
+    )
     close_s: float = pydantic.Field(10.0, gt=0, description="Closing any one part when the run ends.")
 
 
@@ -70,9 +70,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text; give the path of a YAML file") from None
     try:
@@ -111,9 +109,7 @@ def _one_line(config_type: type[Config], error: pydantic.ValidationError, source
     if first["type"] == "extra_forbidden":
         allowed = _keys_at(config_type, first["loc"][:-1])
         close = difflib.get_close_matches(str(first["loc"][-1]), allowed, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(allowed)) or 'none'}"
-        )
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(allowed)) or 'none'}"
         message = f"unknown key; {hint}"
     else:
         given = repr(first.get("input"))

@@ -299,9 +299,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if self.status.is_scored != (self.reward is not None):
-            raise ValueError(
-                f"Trajectory: a reward exactly when the status is scored, got {self.status} {self.reward}"
-            )
+            raise ValueError(f"Trajectory: a reward exactly when the status is scored, got {self.status} {self.reward}")
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -311,11 +309,7 @@ class Trajectory:
     @property
     def min_policy_version(self) -> int | None:
         """The oldest version that wrote one of its tokens; None when it has none."""
-        versions = [
-            int(turn.completion.policy_versions.min())
-            for turn in self.turns
-            if len(turn.completion.token_ids)
-        ]
+        versions = [int(turn.completion.policy_versions.min()) for turn in self.turns if len(turn.completion.token_ids)]
         return min(versions, default=None)
 
 
@@ -374,16 +368,8 @@ class Segment:
         for name in ("train_mask", "exact_mask"):
             given = getattr(self, name)
             _set(self, name, self.loss_mask if given is None else bool_array(given))
-        _check_equal_lengths(
-            self,
-            "token_ids",
-            "loss_mask",
-            "behaviour_logprobs",
-            "policy_versions",
-            "advantages",
-            "train_mask",
-            "exact_mask",
-        )
+        _check_equal_lengths(self, "token_ids", "loss_mask", "behaviour_logprobs", "policy_versions")
+        _check_equal_lengths(self, "token_ids", "advantages", "train_mask", "exact_mask")
         if (self.train_mask & ~self.loss_mask).any():
             raise ValueError("Segment: train_mask must lie within loss_mask")
 

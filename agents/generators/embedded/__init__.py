@@ -1,0 +1,1 @@
+"""The embedded generator: a small server over a transformers model, on the CPU or one GPU."""

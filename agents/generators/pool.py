@@ -1,0 +1,301 @@
+"""Several engines as one: where a request goes, what happens when an engine dies, and who has which weights."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from driftgym.agents.generators.base import Generator, GeneratorHealth, WeightVersion
+from driftgym.agents.generators.routing import Member, Router
+from driftgym.errors import GeneratorError
+from driftgym.types import Completion, SamplingParams, WeightUpdate
+
+Restart = Callable[[], Awaitable[Generator]]
+"""Starts an engine with the latest published weights."""
+
+_LOGGER = logging.getLogger(__name__)
+_HEALTH_S = 5.0
+
+
+class GeneratorPool:
+    """Implements `Generator` over one or more engines.
+
+    A session stays on one engine, where its prefix lies, while that one is not overloaded; a new session goes to the
+    engine with the fewest requests under way, then to the one that was given the fewest so far. An engine that does
+    not answer any more, or that fails to take weights, is taken out, which is logged; its requests are sent to
+    another one, and `restart` is asked for a new one.
+    """
+
+    def __init__(
+        self,
+        generators: Sequence[Generator],
+        *,
+        policy_version: int,
+        restart: Restart | None = None,
+        restart_timeout_s: float = 60.0,
+        max_restarts: int = 3,
+    ) -> None:
+        """Takes over the generators: `close` closes them.
+
+        Args:
+            generators: one at least.
+            policy_version: of the weights that all of them have.
+            restart: called once for each engine that is lost; None goes on without it.
+            restart_timeout_s: bounds one call of `restart`.
+            max_restarts: engines lost beyond that many are not replaced.
+        """
+        if not generators:
+            raise ValueError("a pool needs a generator")
+        self._members = [
+            Member(generator, name=str(i), policy_version=policy_version) for i, generator in enumerate(generators)
+        ]
+        self._num_places = len(generators)
+        self._num_started = len(generators)
+        self._latest_version = policy_version
+        self._latest_update: WeightUpdate | None = None
+        self._router = Router()
+        self._restart = restart
+        self._restart_timeout_s = restart_timeout_s
+        self._num_restarts_left = max_restarts if restart is not None else 0
+        self._changed = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._last_busy_s: dict[str, float] = {}
+        self._is_paused = False
+        self._is_closed = False
+        self.num_retried = 0
+        """Requests that were sent to another engine after one failed."""
+        self.num_lost = 0
+        """Engines that were taken out."""
+
+    @property
+    def min_version(self) -> int:
+        """The lowest version that the pool answers with from now on."""
+        return min((member.policy_version for member in self._members), default=self._latest_version)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        deadline_s: float,
+        min_policy_version: int = 0,
+    ) -> Completion:
+        """As `Generator.generate`. Waits, by its deadline, for an engine that has the version."""
+        failed: list[Member] = []
+        error: GeneratorError | None = None
+        while True:
+            member = await self._choose(session_id, min_policy_version, failed, deadline_s, error)
+            member.num_running += 1
+            try:
+                return await member.generator.generate(
+                    prompt_token_ids,
+                    sampling,
+                    request_id=request_id,
+                    session_id=session_id,
+                    deadline_s=deadline_s,
+                    min_policy_version=min_policy_version,
+                )
+            except GeneratorError as caught:
+                error = caught
+            finally:
+                member.num_running -= 1
+            failed.append(member)
+            if time.monotonic() >= deadline_s or self._is_closed:
+                raise error
+            await self._take_out_if_dead(member, error)
+            self.num_retried += 1
+
+    async def _choose(
+        self,
+        session_id: str,
+        min_policy_version: int,
+        failed: Sequence[Member],
+        deadline_s: float,
+        error: GeneratorError | None,
+    ) -> Member:
+        """The engine for a request, waiting for one that has the version, or that is being started.
+
+        Raises:
+            GeneratorError: none is left, or none came by the deadline.
+        """
+        while True:
+            fit = [m for m in self._members if m.policy_version >= min_policy_version and m not in failed]
+            if fit:
+                return self._router.route(session_id, fit)
+            others = [m for m in self._members if m not in failed]
+            if self._is_closed or not (others or self._restarting):
+                raise error or GeneratorError("no generator is left")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise error or GeneratorError(f"no generator came to version {min_policy_version} in time") from None
+
+    async def _take_out_if_dead(self, member: Member, error: GeneratorError) -> None:
+        """After a failed request: an engine that does not say how it stands is gone."""
+        if member not in self._members:
+            return
+        try:
+            async with asyncio.timeout(_HEALTH_S):
+                await member.generator.health()
+        except (GeneratorError, TimeoutError):
+            self._take_out(member, error)
+
+    def _take_out(self, member: Member, error: GeneratorError) -> None:
+        if member not in self._members:
+            return
+        self._members.remove(member)
+        self.num_lost += 1
+        _LOGGER.warning("generator %s is taken out, %d are left: %s", member.name, len(self._members), error)
+        self._start_task(_close_quietly(member.generator), self._closing)
+        if self._num_restarts_left and not self._is_closed:
+            self._num_restarts_left -= 1
+            self._start_task(self._start_another(), self._restarting)
+        self._changed.set()
+
+    def _start_task(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            tasks.discard(ended)
+            self._changed.set()
+
+        task.add_done_callback(forget)
+
+    async def _start_another(self) -> None:
+        """Asks `restart` for an engine, and lets it in once it has the latest weights. Its end wakes who waits."""
+        assert self._restart is not None
+        try:
+            async with asyncio.timeout(self._restart_timeout_s):
+                generator = await self._restart()
+                try:
+                    await self._let_in(generator)
+                except BaseException:
+                    await asyncio.shield(_close_quietly(generator))
+                    raise
+        except Exception as error:  # a background task: those who wait learn of it by finding no engine
+            _LOGGER.warning("no generator could be started in the place of the lost one", exc_info=error)
+
+    async def _let_in(self, generator: Generator) -> None:
+        async with self._updating:
+            version = (await generator.health()).version.policy_version
+            if version < self._latest_version:
+                if self._latest_update is None:
+                    raise GeneratorError(f"it has weights {version}, the others {self._latest_version}")
+                await generator.update_weights(self._latest_update, drain=False, timeout_s=self._restart_timeout_s)
+                version = self._latest_version
+            if self._is_paused:
+                await generator.pause()
+            member = Member(generator, name=str(self._num_started), policy_version=version)
+            self._num_started += 1
+            self._members.append(member)
+            _LOGGER.warning("generator %s joins with weights %d", member.name, version)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """As `Generator.abort`."""
+        await self._everywhere(lambda generator: generator.abort(request_id))
+
+    async def pause(self) -> None:
+        """As `Generator.pause`."""
+        self._is_paused = True
+        await self._everywhere(lambda generator: generator.pause())
+
+    async def resume(self) -> None:
+        """As `Generator.resume`."""
+        self._is_paused = False
+        await self._everywhere(lambda generator: generator.resume())
+
+    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+        """Brings every engine to the version; one that fails is taken out, which is logged.
+
+        Raises:
+            GeneratorError: none took the weights, and no new engine came in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        async with self._updating:
+            self._latest_version, self._latest_update = update.policy_version, update
+
+            async def bring(member: Member) -> None:
+                await member.generator.update_weights(update, drain=drain, timeout_s=timeout_s)
+                member.policy_version = update.policy_version
+                self._changed.set()
+
+            await self._each(bring)
+        await self._wait_for_a_member(deadline_s)
+
+    async def _everywhere(self, call: Callable[[Generator], Awaitable[None]]) -> None:
+        async def on_member(member: Member) -> None:
+            await call(member.generator)
+
+        await self._each(on_member)
+        await self._wait_for_a_member(time.monotonic() + self._restart_timeout_s)
+
+    async def _each(self, call: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
+        """Runs `call` on all engines at once, and takes out those on which it fails."""
+        members = list(self._members)
+        results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, GeneratorError):
+                self._take_out(member, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _wait_for_a_member(self, deadline_s: float) -> None:
+        while not self._members:
+            if not self._restarting:
+                raise GeneratorError("no generator is left")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise GeneratorError("no generator is left, and none could be started in time") from None
+
+    async def health(self) -> GeneratorHealth:
+        """The pool as one engine: the lowest version, sums of requests, and the mean of the busy seconds.
+
+        An engine that does not answer is taken out, as in every other call."""
+        healths: list[GeneratorHealth] = []
+
+        async def ask(member: Member) -> None:
+            health = await member.generator.health()
+            self._last_busy_s[member.name] = health.busy_s
+            healths.append(health)
+
+        await self._each(ask)
+        if not healths:
+            raise GeneratorError("no generator is left")
+        return GeneratorHealth(
+            version=WeightVersion(incarnation=healths[0].version.incarnation, policy_version=self.min_version),
+            num_running=sum(health.num_running for health in healths),
+            num_queued=sum(health.num_queued for health in healths),
+            # Lost engines count with what they last said.
+            busy_s=sum(self._last_busy_s.values()) / self._num_places,
+        )
+
+    async def close(self) -> None:
+        """Closes every engine. Requests under way raise GeneratorError."""
+        self._is_closed = True
+        self._changed.set()
+        await asyncio.shield(self._close_all())
+
+    async def _close_all(self) -> None:
+        for task in self._restarting:
+            task.cancel()
+        members, self._members = self._members, []
+        await asyncio.gather(*(_close_quietly(member.generator) for member in members))
+        if tasks := self._restarting | self._closing:
+            await asyncio.wait(tasks)
+
+
+async def _close_quietly(generator: Generator) -> None:
+    with contextlib.suppress(GeneratorError):
+        await generator.close()

@@ -1,0 +1,251 @@
+"""The fake twin of an engine: answers from a script, with latency, versions, pauses and failures on demand."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from driftgym.agents.generators.base import GeneratorHealth, WeightVersion
+from driftgym.errors import GeneratorError
+from driftgym.types import Completion, FinishReason, SamplingParams, WeightUpdate, float32_array, int32_array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScriptedRequest:
+    """What a script is asked.
+
+    >>> ScriptedRequest(prompt_token_ids=[1], sampling=SamplingParams(), request_id="r", session_id="s").session_id
+    's'
+    """
+
+    prompt_token_ids: Sequence[int]
+    """[P] the whole prompt."""
+    sampling: SamplingParams
+    """How tokens would be drawn."""
+    request_id: str
+    """The request's id."""
+    session_id: str
+    """The episode's id."""
+
+
+Script = Callable[[ScriptedRequest], Sequence[int]]
+"""Gives the token ids of an answer; they are cut at the first stop token and at the token budget."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running:
+    """An answer that is being written; it grows.
+
+    >>> _Running().is_aborted
+    False
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+    queue_s: float = 0.0
+
+
+class ScriptedGenerator:
+    """Implements `Generator` without a model. Every token has the same log-prob."""
+
+    def __init__(
+        self,
+        script: Script | Iterable[Sequence[int]],
+        *,
+        policy_version: int = 0,
+        incarnation: int = 0,
+        token_latency_s: float = 0.0,
+        logprob: float = -1.0,
+        vocab_size: int = 2**31 - 1,
+    ) -> None:
+        """Takes a function, or the answers in the order of the requests.
+
+        Args:
+            script: where the tokens come from. An iterable that is used up is an engine that is gone.
+            policy_version, incarnation: of the weights that it starts with.
+            token_latency_s: the time that each token takes; 0 answers at once.
+            logprob: of every token.
+            vocab_size: prompt ids from there on are refused.
+        """
+        self.requests: list[ScriptedRequest] = []
+        """Every request so far, in order."""
+        self.num_running = 0
+        self.is_closed = False
+        self._script = script if callable(script) else _in_order(iter(script))
+        self._version = WeightVersion(incarnation=incarnation, policy_version=policy_version)
+        self._token_latency_s = token_latency_s
+        self._logprob = logprob
+        self._vocab_size = vocab_size
+        self._running: dict[str, _Running] = {}
+        self._num_failures = 0
+        self._is_dead = False
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._ended = asyncio.Event()
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    def fail_next(self, num_requests: int = 1) -> None:
+        """The next so many requests, or weight updates, raise GeneratorError."""
+        self._num_failures = num_requests
+
+    def kill(self) -> None:
+        """The engine is gone: everything under way, and everything from now on, raises GeneratorError."""
+        self._is_dead = True
+        self._goes_on.set()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        deadline_s: float,
+        min_policy_version: int = 0,
+    ) -> Completion:
+        """As `Generator.generate`."""
+        self._check(prompt_token_ids)
+        if self._version.policy_version < min_policy_version:
+            raise GeneratorError(f"has version {self._version}, at least {min_policy_version} was asked for")
+        request = ScriptedRequest(
+            prompt_token_ids=prompt_token_ids, sampling=sampling, request_id=request_id, session_id=session_id
+        )
+        self.requests.append(request)
+        started = time.monotonic()
+        planned, finish = _cut(self._script(request), sampling)
+        running = _Running()
+        if self._token_latency_s == 0.0 and self._goes_on.is_set():
+            running.token_ids, running.policy_versions = planned, [self._version.policy_version] * len(planned)
+        else:
+            await self._write_slowly(planned, running, request_id, deadline_s)
+        return Completion(
+            request_id=request_id,
+            token_ids=int32_array(running.token_ids),
+            logprobs=float32_array([self._logprob] * len(running.token_ids)),
+            policy_versions=int32_array(running.policy_versions),
+            finish_reason="abort" if running.is_aborted else finish,
+            latency_s=max(0.0, time.monotonic() - started - running.queue_s),
+        )
+
+    def _check(self, prompt_token_ids: Sequence[int]) -> None:
+        if len(prompt_token_ids) == 0:
+            raise ValueError("the prompt is empty")
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self._vocab_size:
+            raise ValueError(f"the prompt has ids outside of the vocabulary of {self._vocab_size}")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._is_dead or self.is_closed:
+            raise GeneratorError("the scripted generator is gone")
+        if self._num_failures:
+            self._num_failures -= 1
+            raise GeneratorError("the scripted generator fails as it was told")
+
+    async def _write_slowly(self, planned: list[int], running: _Running, request_id: str, deadline_s: float) -> None:
+        with self._registered(request_id, running):
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    for token_id in planned:
+                        await self._wait_to_go_on(running)
+                        await asyncio.sleep(self._token_latency_s)
+                        await self._wait_to_go_on(running)
+                        if running.is_aborted:
+                            return
+                        running.token_ids.append(token_id)
+                        running.policy_versions.append(self._version.policy_version)
+            except TimeoutError:
+                raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
+
+    async def _wait_to_go_on(self, running: _Running) -> None:
+        began = time.monotonic()
+        while not (self._goes_on.is_set() or running.is_aborted):
+            await self._goes_on.wait()
+        running.queue_s += time.monotonic() - began
+        if self._is_dead or self.is_closed:
+            raise GeneratorError("the scripted generator is gone")
+
+    @contextlib.contextmanager
+    def _registered(self, request_id: str, running: _Running) -> Iterator[None]:
+        if self.num_running == 0:
+            self._busy_since = time.monotonic()
+        self.num_running += 1
+        self._running[request_id] = running
+        self._ended.clear()
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._running.pop(request_id, None)
+            if self.num_running == 0:
+                self._busy_s += time.monotonic() - self._busy_since
+                self._ended.set()
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """As `Generator.abort`."""
+        self._raise_if_gone()
+        for running_id, running in self._running.items():
+            running.is_aborted = running.is_aborted or request_id in (None, running_id)
+        if not self._goes_on.is_set():  # wakes those that wait, so that the aborted ones see it
+            self._goes_on.set()
+            self._goes_on.clear()
+
+    async def pause(self) -> None:
+        """As `Generator.pause`."""
+        self._raise_if_gone()
+        self._goes_on.clear()
+
+    async def resume(self) -> None:
+        """As `Generator.resume`."""
+        self._raise_if_gone()
+        self._goes_on.set()
+
+    def _raise_if_gone(self) -> None:
+        if self._is_dead or self.is_closed:
+            raise GeneratorError("the scripted generator is gone")
+
+    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+        """As `Generator.update_weights`; `drain` waits for the running requests, without holding up new ones."""
+        self._raise_failure()
+        if update.incarnation != self._version.incarnation:
+            raise GeneratorError(f"weights of life {update.incarnation}, this is {self._version.incarnation}")
+        if drain and self.num_running:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._ended.wait()
+            except TimeoutError:
+                raise GeneratorError(f"not drained within {timeout_s} s") from None
+        self._version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
+
+    async def health(self) -> GeneratorHealth:
+        """As `Generator.health`."""
+        self._raise_if_gone()
+        now_s = time.monotonic() - self._busy_since if self.num_running else 0.0
+        return GeneratorHealth(
+            version=self._version, num_running=self.num_running, num_queued=0, busy_s=self._busy_s + now_s
+        )
+
+    async def close(self) -> None:
+        """As `Generator.close`."""
+        self.is_closed = True
+        self._goes_on.set()
+
+
+def _in_order(answers: Iterator[Sequence[int]]) -> Script:
+    def script(_request: ScriptedRequest) -> Sequence[int]:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise GeneratorError("the script has no answers left") from None
+
+    return script
+
+
+def _cut(token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    cut = [int(token_id) for token_id in token_ids[: sampling.max_tokens]]
+    for index, token_id in enumerate(cut):
+        if token_id in sampling.stop_token_ids:
+            return cut[: index + 1], "stop"
+    return cut, "length"

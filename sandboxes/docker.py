@@ -1,0 +1,255 @@
+"""Docker boxes: hardened containers whose main process is the toolbox."""
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import docker
+import docker.errors
+import requests
+
+from driftgym.errors import SandboxError
+from driftgym.sandboxes.base import MIB, SandboxSpec
+from driftgym.sandboxes.docker_stream import AttachedStream
+from driftgym.sandboxes.toolbox_client import ToolboxClient
+from driftgym.sandboxes.toolbox_program import container_command
+from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
+
+AGENT_UID = 1000
+DEFAULT_HOST = "unix:///var/run/docker.sock"
+_REQUEST_TIMEOUT_S = 60
+_NUM_THREADS = 8
+_NUM_OWN_PIDS = 4
+"""What the init process, the toolbox and a child of its need, beyond the agent's own processes."""
+_NUM_OWN_FILES = 1024
+"""What the toolbox needs for the pipes of many commands at once; each command has the limit of the spec."""
+_SHM_BYTES = 16 * MIB
+_T = TypeVar("_T")
+
+
+class Engine:
+    """The Docker engine: its API from asyncio. The SDK blocks, and runs in a few threads of its own."""
+
+    def __init__(self, *, api: Any, socket_path: str, executor: ThreadPoolExecutor) -> None:
+        self.api = api
+        self.socket_path = socket_path
+        self._executor = executor
+
+    @classmethod
+    async def connect(cls, *, timeout_s: float) -> "Engine":
+        """The engine at DOCKER_HOST, or at the usual socket.
+
+        Raises:
+            SandboxError: no engine answers within `timeout_s`, or it is not on a unix socket.
+        """
+        host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+        if not host.startswith("unix://"):
+            raise SandboxError(f"DOCKER_HOST={host}: only an engine on a unix socket can be used")
+        socket_path = host.removeprefix("unix://")
+        executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="docker")
+        try:
+            async with asyncio.timeout(timeout_s):
+                api = await asyncio.get_running_loop().run_in_executor(
+                    executor,
+                    lambda: docker.APIClient(
+                        base_url=host, version="auto", timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS
+                    ),
+                )
+        except (docker.errors.DockerException, requests.RequestException, OSError) as error:
+            executor.shutdown(wait=False)
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"no Docker engine answers at {host} within {timeout_s} s") from None
+            raise SandboxError(f"no Docker engine answers at {host}: {_first_line(error)}") from None
+        return cls(api=api, socket_path=socket_path, executor=executor)
+
+    async def call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """`function(*args, **kwargs)`, a method of `api`, in a thread.
+
+        Raises:
+            docker.errors.APIError: the engine refuses; NotFound and ImageNotFound are of this kind.
+            SandboxError: the engine does not answer.
+        """
+        call = functools.partial(function, *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        except docker.errors.APIError:
+            raise
+        except (docker.errors.DockerException, requests.RequestException, OSError) as error:
+            raise SandboxError(f"the Docker engine does not answer: {_first_line(error)}") from None
+
+    async def has_image(self, name: str) -> bool:
+        """True when the engine has the image. Raises SandboxError when it does not answer."""
+        try:
+            await self.call(self.api.inspect_image, name)
+        except docker.errors.NotFound:
+            return False
+        except docker.errors.APIError as error:
+            raise SandboxError(f"image {name}: {_first_line(error)}") from None
+        return True
+
+    async def remove(self, container_id: str) -> None:
+        """Kills and removes a container and its volumes; waits until it is gone. Nothing happens when it is.
+
+        Raises:
+            SandboxError: the engine does not answer, or cannot remove it.
+        """
+        try:
+            await self.call(self.api.remove_container, container_id, force=True, v=True)
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as error:
+            if error.status_code != 409:
+                raise SandboxError(f"container {container_id[:12]}: {_first_line(error)}") from None
+            await self._wait_removed(container_id)  # the engine is at it already
+
+    async def _wait_removed(self, container_id: str) -> None:
+        try:
+            await self.call(self.api.wait, container_id, condition="removed", timeout=_REQUEST_TIMEOUT_S)
+        except docker.errors.APIError:
+            return
+
+    async def close(self) -> None:
+        """Ends the connection, after what is under way."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True)
+        self.api.close()
+
+
+class DockerSandbox(ToolboxSandbox):
+    """A container without network, capabilities or a writable root, whose commands run as an unprivileged user.
+
+    The toolbox is its main process (below an init process) and runs as root with SETUID, SETGID and KILL alone.
+    Its standard input is this process's connection: when that ends, for whatever reason, the toolbox ends, the
+    container with it, and the engine removes it.
+    """
+
+    def __init__(self, *, engine: Engine, container_id: str, stream: AttachedStream, client: ToolboxClient) -> None:
+        super().__init__(client=client, sandbox_id=container_id)
+        self._engine = engine
+        self._stream = stream
+
+    @classmethod
+    async def start(
+        cls, engine: Engine, spec: SandboxSpec, *, labels: Mapping[str, str], timeout_s: float
+    ) -> "DockerSandbox":
+        """A new box. A start that fails, is cancelled or times out leaves nothing behind.
+
+        Raises:
+            SandboxError: the engine is gone, the image is missing or holds no Python 3, or `timeout_s` is over.
+        """
+        creation = asyncio.ensure_future(_create(engine, spec, labels))
+        stream = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                container_id = await asyncio.shield(creation)
+                stream = await AttachedStream.attach(socket_path=engine.socket_path, container_id=container_id)
+                client = ToolboxClient(name=f"box {container_id[:12]}", write=stream.write)
+                stream.on_output, stream.on_lost = client.feed, client.lose
+                await _start(engine, container_id)
+                await client.wait_ready()
+        except BaseException as error:
+            if stream is not None:
+                stream.close()
+            await asyncio.shield(asyncio.ensure_future(_undo(engine, creation)))
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the box did not start within {timeout_s} s") from None
+            raise
+        return cls(engine=engine, container_id=container_id, stream=stream, client=client)
+
+    async def _release(self) -> None:
+        try:
+            await self._engine.remove(self.sandbox_id)
+        except SandboxError:
+            return  # without an engine there is nothing that could be removed, and the reaper comes later
+        finally:
+            self._stream.close()
+
+
+async def _create(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) -> str:
+    """A container that has not been started; the engine names it."""
+    api = engine.api
+    try:
+        created = await engine.call(
+            api.create_container,
+            spec.image,
+            entrypoint=container_command(_toolbox_settings(spec)),
+            user="0:0",
+            working_dir="/",
+            stdin_open=True,
+            tty=False,
+            labels=dict(labels),
+            healthcheck={"test": ["NONE"]},
+            host_config=api.create_host_config(**_host_settings(spec)),
+        )
+    except docker.errors.ImageNotFound:
+        raise SandboxError(f"image {spec.image} is missing: build it with `driftgym sandbox build`") from None
+    except docker.errors.APIError as error:
+        raise SandboxError(f"a box cannot be created: {_first_line(error)}") from None
+    container_id: str = created["Id"]
+    return container_id
+
+
+async def _start(engine: Engine, container_id: str) -> None:
+    try:
+        await engine.call(engine.api.start, container_id)
+    except docker.errors.APIError as error:
+        reason = _first_line(error)
+        if "python3" in reason:
+            reason = f"its image holds no python3 ({reason})"
+        raise SandboxError(f"box {container_id[:12]} cannot be started: {reason}") from None
+
+
+async def _undo(engine: Engine, creation: "asyncio.Future[str]") -> None:
+    """Removes a container that is being, or has been, created."""
+    try:
+        container_id = await creation
+        await engine.remove(container_id)
+    except SandboxError:
+        return  # never created, or no engine to remove it; the reaper finds what is left
+
+
+def _toolbox_settings(spec: SandboxSpec) -> dict[str, Any]:
+    return {
+        "uid": AGENT_UID,
+        "gid": AGENT_UID,
+        "work_dir": "/work",
+        "tmp_dir": "/tmp",
+        "more_dirs": ["/dev/shm"],
+        "limits": {"nofile": spec.max_open_files},
+    }
+
+
+def _host_settings(spec: SandboxSpec) -> dict[str, Any]:
+    owner = f"uid={AGENT_UID},gid={AGENT_UID}"
+    num_files = spec.max_open_files + _NUM_OWN_FILES
+    return {
+        "network_mode": spec.network,
+        "cap_drop": ["ALL"],
+        "cap_add": ["SETUID", "SETGID", "KILL"],
+        "security_opt": ["no-new-privileges:true"],
+        "read_only": spec.read_only_root,
+        "tmpfs": {
+            "/work": f"rw,exec,nosuid,nodev,size={spec.work_dir_bytes},mode=0755,{owner}",
+            "/tmp": f"rw,exec,nosuid,nodev,size={spec.work_dir_bytes},mode=1777",
+        },
+        "shm_size": _SHM_BYTES,
+        "mem_limit": spec.memory_bytes,
+        "memswap_limit": spec.memory_bytes,
+        "pids_limit": spec.max_pids + _NUM_OWN_PIDS,
+        "nano_cpus": int(spec.num_cpus * 1e9),
+        "ulimits": [
+            docker.types.Ulimit(name="nofile", soft=num_files, hard=num_files),
+            docker.types.Ulimit(name="core", soft=0, hard=0),
+        ],
+        "init": True,
+        "ipc_mode": "private",
+        "log_config": docker.types.LogConfig(type="none"),
+        "auto_remove": True,
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    text = getattr(error, "explanation", None) or str(error) or type(error).__name__
+    return str(text).strip().splitlines()[0][:300]

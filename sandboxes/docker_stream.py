@@ -1,0 +1,108 @@
+"""The attached stream of a container: Docker's hijacked connection over its unix socket, without a thread."""
+
+import asyncio
+import struct
+from collections.abc import Callable
+
+from driftgym.errors import SandboxError
+
+_FRAME = struct.Struct(">BxxxL")
+_STDOUT = 1
+_MAX_STDERR_BYTES = 2000
+
+
+class AttachedStream(asyncio.Protocol):
+    """Standard input, output and error of a container's main process.
+
+    Produces standard output for `on_output`; keeps the end of standard error for `on_lost`, which is called once,
+    with the reason, when the connection ends.
+    """
+
+    def __init__(self) -> None:
+        self.on_output: Callable[[bytes], None] | None = None
+        self.on_lost: Callable[[str], None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._incoming = bytearray()
+        self._is_attached = False
+        self._attached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._errors = bytearray()
+
+    @classmethod
+    async def attach(cls, *, socket_path: str, container_id: str) -> "AttachedStream":
+        """Attaches to a container that has been created or runs. The caller sets the deadline.
+
+        Raises:
+            SandboxError: the engine does not answer, or refuses.
+        """
+        try:
+            transport, stream = await asyncio.get_running_loop().create_unix_connection(cls, socket_path)
+        except OSError as error:
+            raise SandboxError(f"the Docker engine does not answer at {socket_path}: {error}") from None
+        transport.write(
+            f"POST /containers/{container_id}/attach?stream=1&stdin=1&stdout=1&stderr=1 HTTP/1.1\r\n"
+            "Host: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+        try:
+            await stream._attached
+        except BaseException:
+            transport.abort()
+            raise
+        return stream
+
+    def write(self, data: bytes) -> None:
+        """Writes to standard input."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Ends the connection at once: the engine closes the container's standard input with it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        if not self._is_attached:
+            self._read_response()
+        if self._is_attached:
+            self._read_frames()
+
+    def _read_response(self) -> None:
+        head, end, rest = bytes(self._incoming).partition(b"\r\n\r\n")
+        if not end:
+            return
+        status = head.split(b"\r\n")[0].decode("latin-1")
+        if status.split()[1:2] in (["101"], ["200"]):
+            self._is_attached = True
+            self._incoming = bytearray(rest)
+            if not self._attached.done():
+                self._attached.set_result(None)
+        else:
+            self._refuse(f"the Docker engine refuses to attach: {status} {rest[:200].decode('utf-8', 'replace')}")
+
+    def _refuse(self, reason: str) -> None:
+        if not self._attached.done():
+            self._attached.set_exception(SandboxError(reason))
+
+    def _read_frames(self) -> None:
+        while len(self._incoming) >= _FRAME.size:
+            kind, size = _FRAME.unpack_from(self._incoming)
+            end = _FRAME.size + size
+            if len(self._incoming) < end:
+                return
+            data = bytes(self._incoming[_FRAME.size : end])
+            del self._incoming[:end]
+            if kind != _STDOUT:
+                self._errors = (self._errors + data)[-_MAX_STDERR_BYTES:]
+            elif self.on_output is not None:
+                self.on_output(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        words = self._errors.decode("utf-8", "replace").strip()
+        reason = f"the container has ended{': ' + words if words else ''}"
+        self._refuse(reason)
+        if self.on_lost is not None:
+            self.on_lost(reason)

@@ -1,0 +1,291 @@
+"""The fake twin: a box in memory, whose commands and processes are Python functions."""
+
+import asyncio
+import inspect
+import posixpath
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from driftgym.errors import SandboxError
+from driftgym.sandboxes.base import MIB, WORK_DIR, ExecResult, Reply, SandboxInfo, SandboxSpec
+from driftgym.sandboxes.toolbox_sandbox import decode_output
+
+_NOT_FOUND = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedCall:
+    """A command as its handler sees it.
+
+    >>> ScriptedCall(argv=("echo", "hi"), stdin=b"", cwd="/work", env={}, files={}).argv[1]
+    'hi'
+    """
+
+    argv: tuple[str, ...]
+    """The argv; of a shell line, the line alone."""
+    stdin: bytes
+    """Standard input."""
+    cwd: str
+    """Where it runs, absolute."""
+    env: Mapping[str, str]
+    """What the caller added to the environment."""
+    files: MutableMapping[str, bytes]
+    """The box's files by absolute path; a handler may change them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a handler's command did.
+
+    >>> Outcome(stdout=b"hi").exit_code
+    0
+    """
+
+    stdout: bytes = b""
+    """Standard output."""
+    stderr: bytes = b""
+    """Standard error."""
+    exit_code: int = 0
+    """The exit code."""
+
+
+class ProcessExitError(Exception):
+    """Raised by a line handler: its process ends instead of answering."""
+
+
+CommandHandler = Callable[[ScriptedCall], Outcome | Awaitable[Outcome]]
+LineHandler = Callable[[str], str | Awaitable[str]]
+
+
+def _absolute(path: str, cwd: str = WORK_DIR) -> str:
+    return posixpath.normpath(posixpath.join(cwd, path))
+
+
+def _cat(call: ScriptedCall) -> Outcome:
+    if len(call.argv) == 1:
+        return Outcome(stdout=call.stdin)
+    content = call.files.get(_absolute(call.argv[1], call.cwd))
+    if content is None:
+        return Outcome(stderr=f"cat: {call.argv[1]}: No such file or directory\n".encode(), exit_code=1)
+    return Outcome(stdout=content)
+
+
+def _printenv(call: ScriptedCall) -> Outcome:
+    value = call.env.get(call.argv[1])
+    return Outcome(exit_code=1) if value is None else Outcome(stdout=f"{value}\n".encode())
+
+
+async def _sleep(call: ScriptedCall) -> Outcome:
+    await asyncio.sleep(float(call.argv[1]))
+    return Outcome()
+
+
+async def _never(line: str) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+_COMMANDS: Mapping[str, CommandHandler] = {
+    "true": lambda call: Outcome(),
+    "false": lambda call: Outcome(exit_code=1),
+    "echo": lambda call: Outcome(stdout=" ".join(call.argv[1:]).encode() + b"\n"),
+    "pwd": lambda call: Outcome(stdout=call.cwd.encode() + b"\n"),
+    "cat": _cat,
+    "printenv": _printenv,
+    "sleep": _sleep,
+}
+_PROCESSES: Mapping[str, LineHandler] = {"cat": lambda line: line, "sleep": _never}
+
+
+class ScriptedProcess:
+    """A long-lived process played by a Python function; see `SandboxProcess`."""
+
+    def __init__(self, *, handler: LineHandler) -> None:
+        self._handler = handler
+        self._is_alive = True
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process can be asked."""
+        return self._is_alive
+
+    async def ask(self, line: str, *, timeout_s: float, max_reply_bytes: int = 64 * 1024) -> Reply:
+        """The handler's answer. Raises ValueError, TimeoutError and SandboxError as every box does."""
+        if "\n" in line:
+            raise ValueError(f"a question is one line, this holds a line break: {line[:80]!r}")
+        async with self._turn:
+            if not self._is_alive:
+                raise SandboxError("the process has ended")
+            self._is_alive = False  # unless it answers
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = self._handler(line)
+                    text = await answer if inspect.isawaitable(answer) else answer
+            except ProcessExitError:
+                raise SandboxError("the process has ended") from None
+            self._is_alive = True
+        data = text.encode().partition(b"\n")[0]
+        num_dropped = max(0, len(data) - max_reply_bytes)
+        shown = decode_output(data[:max_reply_bytes], is_cut=num_dropped > 0)
+        return Reply(text=shown, truncated=num_dropped > 0, num_dropped_bytes=num_dropped)
+
+    async def kill(self) -> None:
+        """Ends the process."""
+        self._is_alive = False
+
+
+class ScriptedSandbox:
+    """A box in memory; see `Sandbox`. `commands` are looked up by the shell line, or by the first word of an argv."""
+
+    def __init__(
+        self,
+        *,
+        commands: Mapping[str, CommandHandler] | None = None,
+        processes: Mapping[str, LineHandler] | None = None,
+        sandbox_id: str = "scripted-0",
+    ) -> None:
+        self.sandbox_id = sandbox_id
+        self.files: dict[str, bytes] = {}
+        self._commands = {**_COMMANDS, **(commands or {})}
+        self._handlers = {**_PROCESSES, **(processes or {})}
+        self._running: list[ScriptedProcess] = []
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """True from the first call of `close` on."""
+        return self._is_closed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError(f"box {self.sandbox_id}: closed")
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = WORK_DIR,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float = 10.0,
+        max_output_bytes: int = 1 * MIB,
+    ) -> ExecResult:
+        """Calls the handler of the command; 127 when it has none. Raises SandboxError when the box is closed."""
+        self._check_open()
+        argv = (command,) if isinstance(command, str) else tuple(command)
+        started = time.monotonic()
+        call = ScriptedCall(argv=argv, stdin=stdin, cwd=_absolute(cwd), env=env or {}, files=self.files)
+        handler = self._commands.get(argv[0])
+        timed_out = False
+        outcome = Outcome(stderr=f"{argv[0]}: No such file or directory".encode(), exit_code=_NOT_FOUND)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if handler is not None:
+                    result = handler(call)
+                    outcome = await result if inspect.isawaitable(result) else result
+        except TimeoutError:
+            timed_out, outcome = True, Outcome()
+        out, err = outcome.stdout[:max_output_bytes], outcome.stderr[:max_output_bytes]
+        num_dropped = len(outcome.stdout) - len(out) + len(outcome.stderr) - len(err)
+        return ExecResult(
+            exit_code=None if timed_out else outcome.exit_code,
+            stdout=decode_output(out, is_cut=len(out) < len(outcome.stdout)),
+            stderr=decode_output(err, is_cut=len(err) < len(outcome.stderr)),
+            duration_s=time.monotonic() - started,
+            timed_out=timed_out,
+            output_truncated=num_dropped > 0,
+            num_dropped_bytes=num_dropped,
+        )
+
+    async def spawn(
+        self, argv: Sequence[str], *, cwd: str = WORK_DIR, env: Mapping[str, str] | None = None
+    ) -> ScriptedProcess:
+        """A process that the handler of its first word answers for. Raises SandboxError when it has none."""
+        self._check_open()
+        handler = self._handlers.get(argv[0])
+        if handler is None:
+            raise SandboxError(f"{argv[0]}: No such file or directory")
+        process = ScriptedProcess(handler=handler)
+        self._running.append(process)
+        return process
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 * MIB) -> bytes:
+        """The content of a file. Raises FileNotFoundError, ValueError (too long), SandboxError (closed)."""
+        self._check_open()
+        content = self.files.get(_absolute(path))
+        if content is None:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        if len(content) > max_bytes:
+            raise ValueError(f"{path}: longer than {max_bytes} bytes")
+        return content
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        """Writes a file of the work folder or of /tmp. Raises OSError elsewhere, SandboxError when closed."""
+        self._check_open()
+        where = _absolute(path)
+        if not where.startswith((WORK_DIR + "/", "/tmp/")):
+            raise OSError(30, "Read-only file system", path)
+        self.files[where] = content
+
+    async def reset(self) -> None:
+        """Ends every process and removes every file. Raises SandboxError when the box is closed."""
+        self._check_open()
+        self.files.clear()
+        for process in self._running:
+            await process.kill()
+        self._running.clear()
+
+    async def close(self) -> None:
+        """Ends every process; the box is gone. Safe to call twice."""
+        for process in self._running:
+            await process.kill()
+        self._is_closed = True
+
+
+class ScriptedProvider:
+    """Starts `ScriptedSandbox`es, all with the same handlers."""
+
+    def __init__(
+        self,
+        *,
+        commands: Mapping[str, CommandHandler] | None = None,
+        processes: Mapping[str, LineHandler] | None = None,
+    ) -> None:
+        self._commands = commands
+        self._processes = processes
+        self._boxes: dict[str, ScriptedSandbox] = {}
+        self._num_started = 0
+
+    @property
+    def kind(self) -> str:
+        """`scripted`."""
+        return "scripted"
+
+    async def start(self, spec: SandboxSpec, *, timeout_s: float) -> ScriptedSandbox:
+        """A new box, at once."""
+        sandbox_id = f"scripted-{self._num_started}"
+        self._num_started += 1
+        box = ScriptedSandbox(commands=self._commands, processes=self._processes, sandbox_id=sandbox_id)
+        self._boxes[sandbox_id] = box
+        return box
+
+    async def list(self) -> Sequence[SandboxInfo]:
+        """The boxes that have not been closed."""
+        return [
+            SandboxInfo(sandbox_id=key, owner="scripted", state="running", age_s=0.0, owner_is_alive=True)
+            for key, box in self._boxes.items()
+            if not box.is_closed
+        ]
+
+    async def remove(self, sandbox_id: str) -> None:
+        """Closes a box. Nothing happens when it is already gone."""
+        if sandbox_id in self._boxes:
+            await self._boxes.pop(sandbox_id).close()
+
+    async def close(self) -> None:
+        """Closes the boxes that are still there."""
+        for box in self._boxes.values():
+            await box.close()
+        self._boxes.clear()

@@ -1,0 +1,219 @@
+"""The command line. Thin: each command checks its arguments, imports the room that does the work, and reports.
+
+Exit codes: 0 when it did what it was asked, 1 when it failed, 2 on bad input, 130 when the user stopped it.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from driftgym.errors import ConfigError, DriftgymError
+
+_EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
+_ENGINE_TIMEOUT_S = 10.0
+
+app = typer.Typer(
+    name="driftgym",
+    help="An agentic RL gym: agents play tool-calling episodes in sandboxes, and learn from them asynchronously.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+env_app = typer.Typer(help="Environments: list those registered, check one.", no_args_is_help=True)
+sandbox_app = typer.Typer(help="Sandboxes: build the base image, list boxes, remove orphans.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
+app.add_typer(sandbox_app, name="sandbox")
+
+
+def main() -> NoReturn:
+    """The console script: runs a command, and turns its errors into one line and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as error:
+        _fail(error, _EXIT_BAD_INPUT)
+    except DriftgymError as error:
+        _fail(error, _EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+    sys.exit(0)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    """Prints the version when asked; the commands do the rest."""
+    if version:
+        import driftgym
+
+        typer.echo(f"driftgym {driftgym.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(epilog="Example: driftgym train configs/quickstart.yaml sandbox.kind=docker trainer.max_steps=20")
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A YAML file that describes the run.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Values to change, as key.path=value.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, exactly once.")] = None,
+) -> None:
+    """Train an agent as CONFIG says, or go on with a run that stopped.
+
+    Ctrl-C once stops cleanly, with a checkpoint; twice stops at once.
+    """
+    if (config is None) == (resume is None):
+        raise ConfigError("train: give either a CONFIG file or --resume RUN; see driftgym train --help")
+    from driftgym.trainer import run
+    from driftgym.trainer.run_config import load_run_config
+    from driftgym.trainer.stop import RunInterruptedError
+
+    try:
+        if resume is not None:
+            result = asyncio.run(run.resume(resume))
+        else:
+            assert config is not None
+            result = asyncio.run(run.train(load_run_config(config, overrides or ())))
+    except RunInterruptedError:
+        typer.echo("stopped before the run began", err=True)
+        sys.exit(_EXIT_INTERRUPTED)
+    _print_result(result)
+
+
+def _print_result(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from driftgym.trainer.summary import reward_windows
+
+    table = Table("steps", "mean reward")
+    for first, last, reward in reward_windows(result.rows):
+        table.add_row(f"{first}-{last}", "-" if reward is None else f"{reward:.3f}")
+    console = Console(soft_wrap=True, highlight=False)
+    if result.rows:
+        console.print(table)
+    console.print(f"run: {result.run_dir}", markup=False)
+    if result.is_interrupted:
+        steps = result.summary["steps"]
+        typer.echo(f"stopped after step {steps}; go on with: driftgym train --resume {result.run_dir}", err=True)
+        sys.exit(_EXIT_INTERRUPTED)
+
+
+@app.command(epilog="Example: driftgym serve runs/my-run/weights/1-00000040 --port 30000")
+def serve(
+    model: Annotated[Path, typer.Argument(help="A folder that transformers can load.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 30000,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 128,
+    max_context_tokens: Annotated[int, typer.Option(min=2, help="Prompt and answer together.")] = 1024,
+    num_threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    weight_version: Annotated[str, typer.Option(help="INCARNATION:VERSION of the weights.")] = "1:0",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+) -> None:
+    """Serve MODEL with the embedded generator, over the part of SGLang's protocol that driftgym uses."""
+    from driftgym.agents.generators.embedded.server import serve as run_server
+
+    run_server(
+        str(model),
+        host=host,
+        port=port,
+        max_batch_size=max_batch_size,
+        max_context_tokens=max_context_tokens,
+        num_threads=num_threads,
+        weight_version=weight_version,
+        device=device,
+    )
+
+
+@env_app.command("list", epilog="Example: driftgym env list")
+def env_list() -> None:
+    """List the environments that a run can play."""
+    from driftgym.envs.registry import list_envs
+
+    for env_id in list_envs():
+        typer.echo(env_id)
+
+
+@env_app.command("check", epilog="Example: driftgym env check driftgym/Lookup-v0")
+def env_check(env_id: Annotated[str, typer.Argument(help="A Gymnasium id; see driftgym env list.")]) -> None:
+    """Check that an environment keeps the contract: seeds, schemas, grading, closing, no leaks between episodes."""
+    from driftgym.envs.check import check_tool_env
+
+    findings = check_tool_env(env_id)
+    for finding in findings:
+        typer.echo(finding)
+    if findings:
+        raise DriftgymError(f"{env_id}: {len(findings)} findings")
+    typer.echo(f"{env_id}: sound")
+
+
+@sandbox_app.command("build", epilog="Example: driftgym sandbox build")
+def sandbox_build() -> None:
+    """Build the base image for Docker boxes, without any registry. Does nothing when it is there."""
+    _require_docker()
+    from driftgym.sandboxes.images import build_base_image
+
+    _with_engine(lambda engine: build_base_image(engine, say=typer.echo))
+
+
+@sandbox_app.command("list", epilog="Example: driftgym sandbox list")
+def sandbox_list() -> None:
+    """List driftgym's boxes on this machine's Docker engine, in any state, of any owner."""
+    _require_docker()
+    from driftgym.sandboxes.reaper import list_boxes
+
+    async def show(engine: Any) -> None:
+        for box in await list_boxes(engine):
+            owner = "alive" if box.owner_is_alive else "dead"
+            typer.echo(f"{box.sandbox_id[:12]}  {box.state:10}  {box.age_s:8.0f} s  owner {box.owner} ({owner})")
+
+    _with_engine(show)
+
+
+@sandbox_app.command("reap", epilog="Example: driftgym sandbox reap")
+def sandbox_reap() -> None:
+    """Remove the boxes whose owner's process is gone; never those of a living one."""
+    _require_docker()
+    from driftgym.sandboxes.reaper import sweep
+
+    async def reap(engine: Any) -> None:
+        typer.echo(f"{await sweep(engine)} boxes removed")
+
+    _with_engine(reap)
+
+
+def _require_docker() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("docker") is None:
+        raise ConfigError("the Docker SDK is missing: pip install 'driftgym[docker]'")
+
+
+def _with_engine(work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    from driftgym.sandboxes.docker import Engine
+
+    async def run() -> None:
+        engine = await Engine.connect(timeout_s=_ENGINE_TIMEOUT_S)
+        try:
+            await work(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    """One line to standard error: the first line of the message, and the last where it has several."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} ({lines[-1]})"
+    sys.stderr.write(f"driftgym: {text}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

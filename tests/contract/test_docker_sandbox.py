@@ -1,0 +1,291 @@
+"""What Docker boxes contain, and that they are never left behind."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator
+
+import docker.errors
+import pytest
+import pytest_asyncio
+
+from driftgym.errors import ConfigError, SandboxError
+from driftgym.sandboxes import reaper
+from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxInfo, SandboxSpec
+from driftgym.sandboxes.docker import DockerSandbox
+from driftgym.sandboxes.docker_provider import DockerProvider
+from driftgym.sandboxes.images import BASE_IMAGE, build_base_image, ensure_image
+from driftgym.sandboxes.providers import open_provider
+
+pytestmark = pytest.mark.docker
+START_TIMEOUT_S = 60.0
+
+
+@pytest_asyncio.fixture
+async def box(docker_provider: DockerProvider) -> DockerSandbox:
+    return await docker_provider.start(SandboxSpec(memory_bytes=96 * MIB, max_pids=32), timeout_s=START_TIMEOUT_S)
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{uuid.uuid4().hex}"
+
+
+@pytest_asyncio.fixture
+async def run_provider(docker_provider: DockerProvider, run_id: str) -> AsyncIterator[DockerProvider]:
+    """A provider whose boxes carry a run of their own."""
+    provider = await DockerProvider.open(timeout_s=10, run_id=run_id)
+    yield provider
+    await provider.close()
+
+
+async def boxes_of_run(provider: DockerProvider, run_id: str) -> list[SandboxInfo]:
+    return [info for info in await provider.list() if info.labels.get(reaper.RUN_LABEL) == run_id]
+
+
+async def test_commands_have_no_rights(box: DockerSandbox) -> None:
+    status = (await box.exec("id -u; cat /proc/self/status")).stdout
+    assert status.startswith("1000\n")
+    for line in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert f"{line}:\t0000000000000000" in status
+    assert "NoNewPrivs:\t1" in status
+
+
+async def test_no_network(box: DockerSandbox) -> None:
+    connect = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
+    for host, port in (("1.1.1.1", "443"), ("169.254.169.254", "80"), ("deb.debian.org", "80"), ("172.17.0.1", "22")):
+        result = await box.exec(["python3", "-c", connect, host, port], timeout_s=10)
+        assert result.exit_code == 1, result
+    assert (await box.exec("ls /sys/class/net")).stdout == "lo\n"
+    assert (await box.exec("test -e /var/run/docker.sock")).exit_code == 1
+
+
+async def test_root_file_system_cannot_be_written(box: DockerSandbox) -> None:
+    for path in ("/etc/x", "/usr/bin/x", "/x", "/root/x", "/proc/sys/kernel/hostname"):
+        assert (await box.exec(f"echo x >{path}")).exit_code != 0
+        with pytest.raises(OSError, match=path):
+            await box.write_file(path, b"x")
+    with pytest.raises(FileNotFoundError):
+        await box.read_file("/etc/shadow")
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "import os; os.setuid(0)",
+        "import os; os.setgroups([0])",
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+        "import ctypes; raise SystemExit(-ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None))",
+        "import ctypes; raise SystemExit(-ctypes.CDLL(None).unshare(0x10000000))",
+        "import ctypes, os; raise SystemExit(-ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))",
+        "import os; os.mknod('/tmp/disk', 0o660 | 0o060000, os.makedev(8, 0))",
+    ],
+    ids=["setuid", "setgroups", "raw-socket", "mount", "user-namespace", "ptrace", "device"],
+)
+async def test_privileged_calls_fail(box: DockerSandbox, attempt: str) -> None:
+    assert (await box.exec(["python3", "-c", attempt])).exit_code not in (0, 127)
+
+
+async def test_toolbox_can_be_neither_killed_nor_answered_for(box: DockerSandbox) -> None:
+    script = """
+import os, signal
+toolbox = os.getppid()
+refused = 0
+for attempt in (
+    lambda: os.kill(toolbox, signal.SIGKILL),
+    lambda: os.kill(1, signal.SIGKILL),
+    lambda: open(f"/proc/{toolbox}/fd/1", "wb").write(b"x"),
+    lambda: open("/proc/1/fd/1", "wb").write(b"x"),
+    lambda: open(f"/proc/{toolbox}/mem", "rb"),
+    lambda: open(f"/proc/{toolbox}/environ", "rb").read(),
+):
+    try: attempt()
+    except OSError: refused += 1
+print(refused)
+"""
+    assert (await box.exec(["python3", "-c", script])).stdout == "6\n"
+    await box.exec("kill -9 -1")
+    assert (await box.exec("echo on")).stdout == "on\n"
+
+
+async def test_fork_bomb_meets_the_process_limit(box: DockerSandbox) -> None:
+    bomb = "import os,time\nwhile True:\n try: os.fork()\n except OSError: time.sleep(0.01)"
+    result = await box.exec(["python3", "-c", bomb], timeout_s=2)
+    assert result.timed_out
+    assert (await box.exec("echo on", timeout_s=20)).stdout == "on\n"
+    await box.exec("for i in $(seq 100); do sleep 100 & done", timeout_s=5)
+    assert int((await docker_stats_pids(box))) <= 36
+    await box.reset()
+    assert (await box.exec("echo on")).stdout == "on\n"
+
+
+async def docker_stats_pids(box: DockerSandbox) -> int:
+    """How many processes the engine counts in a box."""
+    top = await box._engine.call(box._engine.api.top, box.sandbox_id)
+    return len(top["Processes"])
+
+
+async def test_memory_hog_is_told_from_a_timeout(box: DockerSandbox) -> None:
+    hog = "python3 -c 'b=bytearray(2<<30)'"
+    alone = await box.exec(hog)
+    assert alone.oom_killed
+    assert not alone.timed_out
+    hidden = await box.exec(f"{hog}; true")
+    assert hidden.oom_killed
+    assert hidden.exit_code == 0
+    late = await box.exec("sleep 60", timeout_s=0.3)
+    assert late.timed_out
+    assert not late.oom_killed
+    assert not (await box.exec("true")).oom_killed
+
+
+async def test_disk_is_bounded_and_given_back(docker_provider: DockerProvider) -> None:
+    box = await docker_provider.start(SandboxSpec(work_dir_bytes=4 * MIB), timeout_s=START_TIMEOUT_S)
+    for folder in ("/work", "/tmp", "/dev/shm"):
+        filled = await box.exec(f"head -c 40000000 /dev/zero >{folder}/big")
+        assert filled.exit_code != 0
+        assert "No space" in filled.stderr
+    with pytest.raises(OSError, match="No space"):
+        await box.write_file("more", b"x" * MIB)
+    await box.reset()
+    await box.write_file("more", b"x" * MIB)
+
+
+async def test_open_files_are_bounded(docker_provider: DockerProvider) -> None:
+    box = await docker_provider.start(SandboxSpec(max_open_files=50), timeout_s=START_TIMEOUT_S)
+    opener = "[open('/dev/null') for _ in range(60)]"
+    assert "Too many open files" in (await box.exec(["python3", "-c", opener])).stderr
+
+
+async def test_zombies_are_collected(box: DockerSandbox) -> None:
+    await box.exec("for i in $(seq 200); do (sleep 0.01 &) ; done; sleep 0.5", timeout_s=30)
+    await asyncio.sleep(0.3)
+    states = (await box.exec("cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z '")).stdout
+    assert int(states) == 0
+
+
+async def test_failed_start_leaves_no_container(run_provider: DockerProvider, run_id: str) -> None:
+    with pytest.raises(SandboxError, match="driftgym sandbox build"):
+        await run_provider.start(SandboxSpec(image="driftgym/no-such-image:1"), timeout_s=START_TIMEOUT_S)
+    with pytest.raises(SandboxError, match="did not start within"):
+        await run_provider.start(SandboxSpec(), timeout_s=0.01)
+    assert await boxes_of_run(run_provider, run_id) == []
+
+
+async def test_image_without_python_is_a_clear_error(run_provider: DockerProvider, run_id: str) -> None:
+    api = run_provider.engine.api
+    name = f"driftgym/{run_id}:empty"
+    await run_provider.engine.call(api.import_image_from_data, empty_archive(), repository=name[:-6], tag="empty")
+    try:
+        with pytest.raises(SandboxError, match="holds no python3"):
+            await run_provider.start(SandboxSpec(image=name), timeout_s=START_TIMEOUT_S)
+        assert await boxes_of_run(run_provider, run_id) == []
+    finally:
+        await run_provider.engine.call(api.remove_image, name)
+
+
+def empty_archive() -> bytes:
+    """A root file system with one folder."""
+    import io
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        folder = tarfile.TarInfo("etc")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.3])
+async def test_cancelled_start_leaves_no_container(run_provider: DockerProvider, run_id: str, delay_s: float) -> None:
+    task = asyncio.ensure_future(run_provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S))
+    await asyncio.sleep(delay_s)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await (await task).close()
+    assert await boxes_of_run(run_provider, run_id) == []
+
+
+async def test_box_that_is_removed_from_outside_is_a_sandbox_error(box: DockerSandbox) -> None:
+    call = asyncio.ensure_future(box.exec("sleep 60", timeout_s=60))
+    await asyncio.sleep(0.2)
+    await box._engine.remove(box.sandbox_id)
+    with pytest.raises(SandboxError, match="ended"):
+        await call
+    with pytest.raises(SandboxError):
+        await box.exec("true")
+    await box.close()
+
+
+@pytest.mark.slow
+async def test_starts_of_two_owners_do_not_collide(run_provider: DockerProvider, run_id: str) -> None:
+    other = await DockerProvider.open(timeout_s=10, run_id=run_id)
+    try:
+        starts = [p.start(SandboxSpec(), timeout_s=START_TIMEOUT_S) for p in (run_provider, other) for _ in range(7)]
+        boxes = await asyncio.gather(*starts)
+        assert len({box.sandbox_id for box in boxes}) == 14
+        assert len(await boxes_of_run(run_provider, run_id)) == 14
+    finally:
+        await other.close()
+    assert len(await boxes_of_run(run_provider, run_id)) == 7
+
+
+async def test_sweep_removes_the_boxes_of_dead_owners_alone(run_provider: DockerProvider, run_id: str) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    dead = f"{socket.gethostname()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
+    ended.communicate()
+    elsewhere = f"another-host:{ended.pid}:1"
+    mine = await run_provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
+    api = run_provider.engine.api
+    others = {}
+    for owner in (dead, elsewhere, "nonsense"):
+        labels = {reaper.OWNER_LABEL: owner, reaper.RUN_LABEL: run_id}
+        created = await run_provider.engine.call(api.create_container, BASE_IMAGE, ["true"], labels=labels)
+        others[owner] = created["Id"]
+    try:
+        assert not reaper.is_owner_alive(dead)
+        assert await run_provider.sweep() >= 1
+        left = {info.sandbox_id for info in await boxes_of_run(run_provider, run_id)}
+        assert left == {mine.sandbox_id, others[elsewhere], others["nonsense"]}
+        assert (await mine.exec("echo on")).stdout == "on\n"
+    finally:
+        for container_id in others.values():
+            await run_provider.remove(container_id)
+
+
+async def test_auto_takes_docker_and_says_so(docker_provider: DockerProvider) -> None:
+    said: list[str] = []
+    provider = await open_provider(SandboxConfig(), say=said.append)
+    try:
+        assert provider.kind == "docker"
+        assert any("Docker" in line and BASE_IMAGE in line for line in said)
+    finally:
+        await provider.close()
+
+
+async def test_missing_image_is_said_or_refused(docker_provider: DockerProvider) -> None:
+    spec = SandboxSpec(image="driftgym/no-such-image:1")
+    with pytest.raises(ConfigError, match="driftgym sandbox build"):
+        await open_provider(SandboxConfig(kind="docker", spec=spec), say=lambda text: None)
+    said: list[str] = []
+    provider = await open_provider(SandboxConfig(spec=spec), say=said.append)
+    await provider.close()
+    assert provider.kind == "process"
+    assert "no-such-image" in said[-1]
+
+
+async def test_base_image_is_built_once(docker_provider: DockerProvider) -> None:
+    said: list[str] = []
+    await ensure_image(docker_provider.engine, BASE_IMAGE)
+    await build_base_image(docker_provider.engine, say=said.append)
+    assert said == [f"{BASE_IMAGE} is there already"]
+
+
+async def test_engine_errors_are_typed(docker_provider: DockerProvider) -> None:
+    with pytest.raises(docker.errors.NotFound):
+        await docker_provider.engine.call(docker_provider.engine.api.inspect_container, "no-such-container")
+    await docker_provider.remove("0" * 64)

@@ -1,0 +1,197 @@
+import asyncio
+import collections
+import logging
+import time
+
+import pytest
+
+from driftgym.agents.generators.pool import GeneratorPool
+from driftgym.agents.generators.scripted import ScriptedGenerator
+from driftgym.errors import GeneratorError
+from driftgym.types import SamplingParams, WeightUpdate
+
+
+def scripted(**options):
+    return ScriptedGenerator(lambda request: [7, 8, 9], **options)
+
+
+def ask(pool, session_id="s", *, request_id="r", timeout_s=5.0, **options):
+    return pool.generate(
+        [1],
+        SamplingParams(),
+        request_id=request_id,
+        session_id=session_id,
+        deadline_s=time.monotonic() + timeout_s,
+        **options,
+    )
+
+
+def weights(version):
+    return WeightUpdate(policy_version=version, incarnation=0, location="/w", checksum="sha256:0")
+
+
+async def test_ties_are_spread_and_sessions_stay():
+    """Case H5: four engines; 200 one-turn sessions one after another, then 8 long ones at once."""
+    members = [scripted() for _ in range(4)]
+    pool = GeneratorPool(members, policy_version=0)
+    for index in range(200):
+        await ask(pool, f"short{index}")
+    assert [len(member.requests) for member in members] == [50] * 4
+    for member in members:
+        member.requests.clear()
+        member._token_latency_s = 0.01
+    for _ in range(3):
+        await asyncio.gather(*(ask(pool, f"long{index}", request_id=f"{index}") for index in range(8)))
+    for member in members:
+        sessions = collections.Counter(request.session_id for request in member.requests)
+        assert sorted(sessions.values()) == [3, 3]
+    await pool.close()
+    assert all(member.is_closed for member in members)
+
+
+async def test_a_session_leaves_an_engine_that_is_overloaded():
+    members = [scripted(token_latency_s=0.05) for _ in range(2)]
+    pool = GeneratorPool(members, policy_version=0)
+    await asyncio.gather(*(ask(pool, "one", request_id=str(index)) for index in range(20)))
+    assert min(len(member.requests) for member in members) >= 5
+
+
+async def test_a_request_goes_where_its_version_is():
+    members = [scripted(), scripted()]
+    pool = GeneratorPool(members, policy_version=0)
+    assert pool.min_version == 0
+    await ask(pool, "s", min_policy_version=0)
+    waiting = asyncio.create_task(ask(pool, "s", min_policy_version=2))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await pool.update_weights(weights(2), drain=False, timeout_s=5)
+    assert pool.min_version == 2
+    assert (await waiting).policy_versions.tolist() == [2, 2, 2]
+    with pytest.raises(GeneratorError, match="version 3"):
+        await ask(pool, min_policy_version=3, timeout_s=0.1)
+
+
+async def test_a_failed_request_is_answered_by_another_engine():
+    members = [scripted(), scripted()]
+    pool = GeneratorPool(members, policy_version=0)
+    members[0].fail_next()
+    members[1].fail_next(0)
+    assert (await ask(pool)).token_ids.tolist() == [7, 8, 9]
+    assert (pool.num_retried, pool.num_lost) == (1, 0)
+    for member in members:
+        member.fail_next(1)
+    with pytest.raises(GeneratorError, match="as it was told"):
+        await ask(pool)
+
+
+async def test_a_dead_engine_is_taken_out_and_its_requests_move(caplog):
+    members = [scripted(token_latency_s=0.02) for _ in range(3)]
+    pool = GeneratorPool(members, policy_version=0)
+    tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(30)]
+    await asyncio.sleep(0.03)
+    members[1].kill()
+    completions = await asyncio.gather(*tasks)
+    assert sorted(int(completion.request_id) for completion in completions) == list(range(30))
+    assert all(completion.token_ids.tolist() == [7, 8, 9] for completion in completions)
+    assert (pool.num_lost, pool.num_retried) == (1, 10)
+    assert "taken out" in caplog.text
+    health = await pool.health()
+    assert health.num_running == 0
+
+
+async def test_the_last_engine_is_replaced_once_and_the_requests_go_on(caplog):
+    first = scripted(token_latency_s=0.02)
+    started = []
+
+    async def restart():
+        await asyncio.sleep(0.05)
+        started.append(scripted(policy_version=4))
+        return started[-1]
+
+    pool = GeneratorPool([first], policy_version=0, restart=restart, max_restarts=1)
+    await pool.update_weights(weights(4), drain=False, timeout_s=5)
+    tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(8)]
+    await asyncio.sleep(0.03)
+    first.kill()
+    completions = await asyncio.gather(*tasks)
+    assert len(started) == 1
+    assert first.is_closed
+    assert all(set(completion.policy_versions.tolist()) == {4} for completion in completions)
+    started[0].kill()
+    with pytest.raises(GeneratorError, match="gone"):
+        await ask(pool)
+    with pytest.raises(GeneratorError, match="no generator is left"):
+        await ask(pool)
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+async def test_a_replacement_that_does_not_come(how, caplog):
+    async def restart():
+        if how == "raises":
+            raise GeneratorError("no memory")
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    first = scripted()
+    pool = GeneratorPool([first], policy_version=0, restart=restart, restart_timeout_s=0.2)
+    first.kill()
+    with pytest.raises(GeneratorError):
+        await ask(pool)
+    assert "no generator could be started" in caplog.text
+    await pool.close()
+
+
+async def test_a_replacement_with_old_weights_is_brought_up():
+    first, second = scripted(), scripted()
+
+    async def restart():
+        return second
+
+    pool = GeneratorPool([first], policy_version=0, restart=restart)
+    await pool.update_weights(weights(3), drain=False, timeout_s=5)
+    first.kill()
+    assert (await ask(pool, min_policy_version=3)).policy_versions.tolist() == [3, 3, 3]
+
+
+async def test_an_engine_that_misses_an_update_is_taken_out(caplog):
+    members = [scripted(), scripted()]
+    pool = GeneratorPool(members, policy_version=0)
+    members[0].fail_next()
+    with caplog.at_level(logging.WARNING):
+        await pool.update_weights(weights(1), drain=False, timeout_s=5)
+    assert "taken out" in caplog.text
+    assert pool.min_version == 1
+    for index in range(4):
+        assert (await ask(pool, f"{index}")).policy_versions.tolist() == [1, 1, 1]
+    assert not members[0].requests
+    members[1].fail_next()
+    with pytest.raises(GeneratorError, match="no generator is left"):
+        await pool.update_weights(weights(2), drain=False, timeout_s=5)
+
+
+async def test_pause_abort_and_close_reach_all():
+    members = [scripted(token_latency_s=0.01) for _ in range(2)]
+    pool = GeneratorPool(members, policy_version=0)
+    await pool.pause()
+    tasks = [asyncio.create_task(ask(pool, f"{index}", request_id=f"{index}", timeout_s=30)) for index in range(4)]
+    await asyncio.sleep(0.05)
+    assert (await pool.health()).num_running == 4
+    await pool.abort("0")
+    assert (await tasks[0]).finish_reason == "abort"
+    await pool.resume()
+    assert {(await task).finish_reason for task in tasks[1:]} == {"length"}
+    await pool.pause()
+    last = asyncio.create_task(ask(pool, timeout_s=30))
+    await asyncio.sleep(0.02)
+    await pool.close()
+    with pytest.raises(GeneratorError):
+        await last
+
+
+async def test_a_wrong_prompt_is_not_sent_around():
+    members = [scripted(vocab_size=10), scripted(vocab_size=10)]
+    pool = GeneratorPool(members, policy_version=0)
+    with pytest.raises(ValueError, match="vocabulary"):
+        await pool.generate([10], SamplingParams(), request_id="r", session_id="s", deadline_s=time.monotonic() + 5)
+    assert pool.num_retried == 0

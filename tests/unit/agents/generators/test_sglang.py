@@ -1,0 +1,282 @@
+"""The client against a stub engine, which answers as it is told and records what it is asked."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+
+import pytest
+from aiohttp import web
+
+from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.errors import GeneratorError
+from driftgym.types import SamplingParams, WeightUpdate
+
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+def reply(ids, *, spans=None, reason=None, **meta):
+    """What an engine answers with, its tokens all of weights 1:3 unless `spans` says otherwise."""
+    spans = spans if spans is not None else [("1:3", 0, len(ids))]
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "id": "r",
+            "finish_reason": reason or {"type": "stop", "matched": ids[-1] if ids else None},
+            "weight_version": spans[-1][0] if spans else "1:3",
+            "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
+            "output_token_logprobs": [[-0.5, token_id, None] for token_id in ids],
+            **meta,
+        },
+    }
+
+
+class StubEngine:
+    """Answers `/generate` with `answer`, after `delay_s`."""
+
+    def __init__(self):
+        self.answer = reply([5])
+        self.delay_s = 0.0
+        self.calls = []
+        self.num_in_flight = 0
+        self.peak_in_flight = 0
+        self.version = "1:3"
+        self.update = (200, {"success": True})
+        self.takes_updates = True
+
+    async def handle(self, request):
+        raw = await request.read()
+        body = json.loads(raw) if raw else {}
+        self.calls.append((request.path, body))
+        status, answer = await self.respond(request.path, body)
+        return web.json_response(answer, status=status)
+
+    async def respond(self, path, body):
+        if path == "/generate":
+            self.num_in_flight += 1
+            self.peak_in_flight = max(self.peak_in_flight, self.num_in_flight)
+            try:
+                await asyncio.sleep(self.delay_s)
+            finally:
+                self.num_in_flight -= 1
+            return 200, self.answer
+        if path == "/update_weights_from_disk":
+            if self.takes_updates and self.update[0] == 200:
+                self.version = body["weight_version"]
+            return self.update
+        return 200, {"weight_version": self.version, "vocab_size": 50}
+
+    def paths(self):
+        return [path for path, _ in self.calls if path != "/model_info"]
+
+    @contextlib.asynccontextmanager
+    async def client(self, **options):
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=512).start()
+        url = "http://{}:{}".format(*runner.addresses[0][:2])
+        try:
+            async with SGLangGenerator(url, incarnation=1, max_concurrency=options.pop("max_concurrency", 8)) as client:
+                yield client
+        finally:
+            await runner.cleanup()
+
+
+def ask(client, *, request_id="r", timeout_s=20.0, ids=(1, 2), **options):
+    return client.generate(
+        ids, SAMPLING, request_id=request_id, session_id="s", deadline_s=time.monotonic() + timeout_s, **options
+    )
+
+
+async def test_each_token_has_the_version_that_wrote_it():
+    """Case C5: 4 tokens at version 3 and 6 at version 5 are stored as that."""
+    stub = StubEngine()
+    stub.answer = reply(list(range(10)), spans=[("1:3", 0, 4), ("1:5", 4, 10)])
+    async with stub.client() as client:
+        completion = await ask(client)
+        assert completion.policy_versions.tolist() == [3] * 4 + [5] * 6
+        stub.answer = reply([1, 2], reason={"type": "abort", "message": "Aborted", "status_code": None})
+        aborted = await ask(client)
+        assert (aborted.finish_reason, aborted.policy_versions.tolist()) == ("abort", [3, 3])
+        stub.answer = reply([], reason={"type": "abort", "message": "Aborted"})
+        assert len((await ask(client)).token_ids) == 0
+
+
+NONSENSE = [
+    [],
+    {},
+    {"output_ids": [1]},
+    reply([1], output_token_logprobs=[]),
+    reply([1], output_token_logprobs=[[-0.5, 2, None]]),
+    reply([1], output_token_logprobs=[[float("nan"), 1, None]]),
+    reply([1], output_token_logprobs=[[2.0, 1, None]]),
+    reply([1], output_token_logprobs=[None]),
+    reply([77]),
+    reply([-1]),
+    reply([1, 2], spans=[("1:3", 0, 1)]),
+    reply([1, 2], spans=[("1:3", 1, 2)]),
+    reply([1, 2], spans=[("1:3", 0, 3)]),
+    reply([1, 2], spans=[]),
+    reply([1], spans=[("default", 0, 1)]),
+    reply([1], spans=[("2:3", 0, 1)]),
+    reply([1], kv_min_version="default"),
+    reply([1], reason={"type": "tired"}),
+    reply([1], reason="stop"),
+    reply([1], reason={"type": "abort", "message": "out of memory", "status_code": 500}),
+    reply([1], reason={"type": "abort", "message": "not finite", "err_type": "EngineFailure"}),
+]
+
+
+@pytest.mark.parametrize("answer", NONSENSE)
+async def test_an_answer_that_makes_no_sense_is_refused(answer):
+    stub = StubEngine()
+    stub.answer = answer
+    async with stub.client() as client:
+        with pytest.raises(GeneratorError):
+            await ask(client)
+
+
+async def test_tokens_that_are_too_old_are_refused():
+    stub = StubEngine()
+    async with stub.client() as client:
+        assert (await ask(client, min_policy_version=3)).policy_versions.tolist() == [3]
+        with pytest.raises(GeneratorError, match="at least 4"):
+            await ask(client, min_policy_version=4)
+
+
+async def test_one_version_for_all_is_taken_unless_it_changed_meanwhile():
+    stub = StubEngine()
+    stub.answer = reply([1, 2])
+    del stub.answer["meta_info"]["weight_versions"]
+    async with stub.client() as client:
+        assert (await ask(client)).policy_versions.tolist() == [3, 3]
+        stub.delay_s = 0.3
+        task = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.1)
+        await client.update_weights(weights(4), drain=False, timeout_s=5)
+        with pytest.raises(GeneratorError, match="changed"):
+            await task
+
+
+async def test_ids_outside_of_the_vocabulary_are_never_sent():
+    stub = StubEngine()
+    async with stub.client() as client:
+        for ids in ([], [50], [-1], [2**40]):
+            with pytest.raises(ValueError, match="prompt"):
+                await ask(client, ids=ids)
+    assert stub.paths() == []
+
+
+def weights(version, incarnation=1):
+    return WeightUpdate(policy_version=version, incarnation=incarnation, location="/w", checksum="sha256:0")
+
+
+async def test_an_update_drops_cached_prefixes_before_the_next_request():
+    """Case C6: two updates; pause, update with flush, continue, and only then new tokens."""
+    stub = StubEngine()
+    async with stub.client() as client:
+        for version in (4, 5):
+            await client.update_weights(weights(version), drain=False, timeout_s=5)
+            await ask(client)
+        await client.update_weights(weights(6), drain=True, timeout_s=5)
+    in_flight = ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"]
+    assert stub.paths() == [*in_flight, *in_flight, "/update_weights_from_disk"]
+    updates = [body for path, body in stub.calls if path == "/update_weights_from_disk"]
+    assert all(body["flush_cache"] is True for body in updates)
+    assert [body["weight_version"] for body in updates] == ["1:4", "1:5", "1:6"]
+    assert {body["mode"] for path, body in stub.calls if path == "/pause_generation"} == {"retract"}
+
+
+@pytest.mark.parametrize("how", ["refused", "flush failed", "did nothing", "another life"])
+async def test_an_update_that_failed_is_said_and_decoding_goes_on(how):
+    stub = StubEngine()
+    if how == "refused":
+        stub.update = (400, {"success": False, "message": "no such folder"})
+    elif how == "flush failed":
+        stub.update = (200, {"success": False, "message": "the cache was not flushed"})
+    stub.takes_updates = how != "did nothing"
+    async with stub.client() as client:
+        with pytest.raises(GeneratorError):
+            await client.update_weights(weights(4, 2 if how == "another life" else 1), drain=False, timeout_s=5)
+    if how != "another life":
+        assert stub.paths()[-1] == "/continue_generation"
+
+
+async def test_who_paused_it_is_who_resumes_it():
+    stub = StubEngine()
+    async with stub.client() as client:
+        await client.pause()
+        await client.update_weights(weights(4), drain=False, timeout_s=5)
+        assert "/continue_generation" not in stub.paths()
+        await client.resume()
+    assert stub.paths()[-1] == "/continue_generation"
+
+
+async def test_200_requests_are_under_way_at_once():
+    """Case H3: the pool of connections is as wide as was configured, and closes what it opened."""
+    stub = StubEngine()
+    stub.delay_s = 1.0
+    before = len(os.listdir("/proc/self/fd"))
+    async with stub.client(max_concurrency=200) as client:
+        await asyncio.gather(*(ask(client, request_id=str(index)) for index in range(200)))
+        assert stub.peak_in_flight == 200
+        stub.delay_s = 0.0
+        warm = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            await asyncio.gather(*(ask(client, request_id=str(index)) for index in range(200)))
+        assert len(os.listdir("/proc/self/fd")) <= warm
+    await asyncio.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+async def test_control_calls_pass_when_all_connections_generate():
+    stub = StubEngine()
+    stub.delay_s = 30.0
+    async with stub.client(max_concurrency=2) as client:
+        tasks = [asyncio.create_task(ask(client, request_id=str(index))) for index in range(3)]
+        while stub.num_in_flight < 2:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await client.abort("0")
+            await client.health()
+        assert stub.peak_in_flight == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_deadline_decides_and_nothing_else():
+    """Case H4: no limit of the library ends a slow answer; the deadline does, and aborts the request."""
+    stub = StubEngine()
+    stub.delay_s = 1.5
+    async with stub.client() as client:
+        assert (await ask(client, timeout_s=10.0)).token_ids.tolist() == [5]
+        assert all(session.timeout.total is None for session in client._sessions)
+        started = time.monotonic()
+        with pytest.raises(GeneratorError, match="deadline"):
+            await ask(client, timeout_s=0.5, request_id="late")
+        assert 0.4 < time.monotonic() - started < 1.4
+    assert ("/abort_request", {"rid": "late"}) in stub.calls
+
+
+async def test_an_engine_that_is_not_there():
+    client = SGLangGenerator("http://127.0.0.1:9", incarnation=1, max_concurrency=4)
+    with pytest.raises(GeneratorError, match="127.0.0.1:9"):
+        await ask(client)
+    with pytest.raises(GeneratorError):
+        await client.health()
+    await client.close()
+    with pytest.raises(GeneratorError, match="closed"):
+        await ask(client)
+
+
+async def test_health_wants_weights_with_a_version():
+    stub = StubEngine()
+    async with stub.client() as client:
+        assert (await client.health()).version.policy_version == 3
+        stub.version = "default"
+        with pytest.raises(GeneratorError, match="incarnation:version"):
+            await client.health()

@@ -1,0 +1,177 @@
+import json
+
+import pytest
+
+from driftgym.agents.parsing import is_in_code, read_arguments, read_message
+from driftgym.types import Message
+
+
+def read(text: str, *, is_open: bool = False, first: int = 0) -> Message:
+    return read_message(text, reasoning_is_open=is_open, first_call_index=first)
+
+
+def call(name: str, arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+
+
+def test_a_draft_in_the_thinking_block_is_no_call() -> None:
+    message = read(f"<think>maybe {call('pay', {'eur': 900})}? no, less.</think>{call('pay', {'eur': 9})}")
+    assert [(each.name, each.arguments) for each in message.tool_calls] == [("pay", {"eur": 9})]
+    assert message.reasoning is not None
+    assert "900" in message.reasoning
+    assert message.content == ""
+
+
+def test_a_thinking_block_may_mention_the_tag() -> None:
+    message = read("<think>I write <tool_call> next, I think.</think>It is 4.")
+    assert message.tool_calls == ()
+    assert message.content == "It is 4."
+
+
+def test_reasoning_that_the_prompt_opened_ends_at_its_close() -> None:
+    message = read(f"or {call('pay', {'eur': 1})}\n</think>\n\nDone.", is_open=True)
+    assert message.tool_calls == ()
+    assert message.content == "Done."
+
+
+@pytest.mark.parametrize("text", ["<think>never closed <tool_call>", "<think>"])
+def test_reasoning_that_is_not_closed_is_all_reasoning(text: str) -> None:
+    message = read(text)
+    assert message.tool_calls == ()
+    assert message.content == ""
+
+
+def test_several_thinking_blocks_hold_no_call() -> None:
+    draft = call("pay", {"eur": 7})
+    message = read(f"<think>a {draft}</think><think>b</think>So. <think>{draft}</think>{call('pay', {'eur': 9})}")
+    assert [each.arguments for each in message.tool_calls] == [{"eur": 9}]
+    assert message.content == "So."
+
+
+def test_one_bad_call_does_not_take_its_siblings_down() -> None:
+    text = (
+        '<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>'
+        '<tool_call>{"name":"add","arguments":{"a":1,,}}</tool_call>'
+        '<tool_call>{"name":"add","arguments":[1,2]}</tool_call>'
+    )
+    first, second, third = read(text, first=5).tool_calls
+    assert first.arguments == {"a": 1, "b": 2}
+    assert second.arguments is None
+    assert second.parse_error is not None
+    assert "not JSON" in second.parse_error
+    assert third.name == "add"
+    assert third.parse_error == "arguments must be a JSON object, got a list"
+    assert [first.call_id, second.call_id, third.call_id] == ["call_5", "call_6", "call_7"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("null", "got null"),
+        ("[]", "got a list"),
+        ('"x"', "got a string"),
+        ("7", "got a number"),
+        ('{"arguments":{}}', "no name"),
+        ('{"name":"","arguments":{}}', "no name"),
+        ('{"name":3}', "no name"),
+        ('{"name":"add","arguments":"x"}', "got a string"),
+        ('{"name":"add","arguments":"[1]"}', "got a list"),
+        ('{"name":"add","arguments":true}', "got a boolean"),
+        ('{"name":"add","arguments":{"a":NaN}}', "NaN"),
+        ('{"name":"add","arguments":{"a":"\\ud800"}}', "surrogate"),
+        ("[" * 100_000, "nested"),
+        ('{"name":"add","arguments":{"a":' + "9" * 5000 + "}}", "not JSON"),
+        ("", "not JSON"),
+        ('{"name":"add"} and more', "not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_a_call_with_a_reason_and_stays_in_the_content(body: str, reason: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    message = read(text)
+    (broken,) = message.tool_calls
+    assert broken.arguments is None
+    assert reason in str(broken.parse_error)
+    assert message.content == text
+
+
+def test_a_call_that_is_cut_off_is_broken() -> None:
+    (broken,) = read('Let me see. <tool_call>{"name":"add","argum').tool_calls
+    assert "cut off" in str(broken.parse_error)
+    (unclosed,) = read('<tool_call>{"name":"add","arguments":{}}').tool_calls
+    assert "cut off" in str(unclosed.parse_error)
+
+
+def test_a_broken_call_ends_where_the_next_begins() -> None:
+    broken, good = read(f'<tool_call>{{"name":"add", <tool_call>{call("add", {"a": 1})[11:]}').tool_calls
+    assert broken.parse_error is not None
+    assert good.arguments == {"a": 1}
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
+def test_no_arguments_are_an_empty_object(arguments: object) -> None:
+    (given,) = read(call("now", arguments)).tool_calls
+    assert given.arguments == {}
+    (absent,) = read('<tool_call>{"name":"now"}</tool_call>').tool_calls
+    assert absent.arguments == {}
+
+
+def test_arguments_may_be_the_json_text_of_an_object() -> None:
+    (given,) = read(call("find", '{"q":"Zürich \\"HB\\""}')).tool_calls
+    assert given.arguments == {"q": 'Zürich "HB"'}
+    with pytest.raises(ValueError, match="got a list"):
+        read_arguments([1])
+
+
+def test_any_text_in_arguments_survives() -> None:
+    arguments = {"город": "Łódź", "emoji": "🧪", "raw": "\\u00e9 stays literal", "tag": "</tool_call> <tool_call>"}
+    (given,) = read(call("say", arguments)).tool_calls
+    assert given.arguments == arguments
+
+
+def test_a_list_of_objects_is_several_calls() -> None:
+    text = '<tool_call>[{"name": "add", "arguments": {"a": 1}}, 3]</tool_call>'
+    first, second = read(text).tool_calls
+    assert first.arguments == {"a": 1}
+    assert "got a number" in str(second.parse_error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Done.\n```json\n{"name":"demo-pkg","version":"2.1.0"}\n```\n',
+        f"Write it so:\n```\n{call('pay', {'eur': 9})}\n```\nThat is all.",
+        f"~~~~ text\n{call('pay', {'eur': 9})}\n~~~\nstill code\n~~~~",
+        f"```\n{call('pay', {'eur': 9})}",
+        f"The form is `{call('pay', {'eur': 9})}`, on one line.",
+        f"The form is ```{call('pay', {'eur': 9})}``` here.",
+        "   Answer with spaces, and a lone ` tick. \n",
+        "The <think> tag, on its own.",
+        "",
+    ],
+)
+def test_code_and_prose_hold_no_call_and_are_left_as_they_are(text: str) -> None:
+    message = read(text)
+    assert message.tool_calls == ()
+    assert message.content == text
+    assert message.reasoning is None
+
+
+def test_a_call_after_code_counts() -> None:
+    message = read(f"```\n{call('pay', {'eur': 1})}\n```\n{call('pay', {'eur': 2})}")
+    assert [each.arguments for each in message.tool_calls] == [{"eur": 2}]
+    assert "```" in message.text
+
+
+def test_ticks_within_arguments_open_no_code() -> None:
+    message = read(call("run", {"code": "`a`\n```\nx"}) + call("run", {"code": "b"}))
+    assert [each.arguments for each in message.tool_calls] == [{"code": "`a`\n```\nx"}, {"code": "b"}]
+
+
+def test_a_stray_tick_swallows_no_call() -> None:
+    message = read(f"Use a ` here.\n{call('pay', {'eur': 2})}\nand a ` there.")
+    assert len(message.tool_calls) == 1
+
+
+def test_a_position_in_code_is_known() -> None:
+    text = "a `b` c\n```\nd\n```\ne"
+    assert [is_in_code(text, text.index(letter)) for letter in "abcde"] == [False, True, False, True, False]

@@ -1,0 +1,316 @@
+"""The journal: what was issued, what finished, and what was consumed at which step. `RUN/journal.sqlite` and the
+trajectories beside it.
+
+One process writes it, each change in one transaction, so that after `kill -9` it stands between two changes. A
+group's trajectories are written before the row that calls the group finished. `step` is the policy version that
+the step made. SQLite in WAL mode: readers (a web page, a second shell) never hold up the run.
+"""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from driftgym.errors import TrainingError
+from driftgym.trainer.records import read_group, write_group
+from driftgym.trainer.staleness import LagHistogram, newest_version, oldest_version
+from driftgym.trainer.tally import Tally
+from driftgym.types import Trajectory, TrajectoryGroup
+
+GroupState = Literal["issued", "finished", "failed", "trained", "dropped"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    group_id TEXT PRIMARY KEY, task_index INTEGER NOT NULL UNIQUE, group_size INTEGER NOT NULL,
+    min_policy_version INTEGER NOT NULL, incarnation INTEGER NOT NULL, state TEXT NOT NULL,
+    oldest_version INTEGER, newest_version INTEGER, step INTEGER, error TEXT,
+    num_ended INTEGER NOT NULL DEFAULT 0, num_scored INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
+CREATE TABLE IF NOT EXISTS episodes (
+    group_id TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, status TEXT NOT NULL, reward REAL,
+    num_tokens INTEGER NOT NULL, num_turns INTEGER NOT NULL, started_at REAL NOT NULL, ended_at REAL NOT NULL,
+    error TEXT, events TEXT NOT NULL, PRIMARY KEY (group_id, member)
+);
+CREATE TABLE IF NOT EXISTS steps (
+    step INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, row TEXT NOT NULL, lag_counts TEXT NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """What the journal knows of a group.
+
+    >>> GroupRow(group_id="g000004", task_index=4, min_policy_version=2, oldest_version=None).task_index
+    4
+    """
+
+    group_id: str
+    """Which group."""
+    task_index: int
+    """Its place in the order of issue, and the index of its task."""
+    min_policy_version: int
+    """The lowest version that its requests may be answered with."""
+    oldest_version: int | None
+    """The oldest version that wrote one of its tokens; None before it finished, or when it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Episodes on the surviving lineage of the run.
+
+    >>> Counts(started=8, finished=8, trained=4, groups_failed=0, groups_dropped=0).trained
+    4
+    """
+
+    started: int
+    """Members of groups that were issued."""
+    finished: int
+    """Members whose episode ended, however it did."""
+    trained: int
+    """Scored members of groups that a step trained."""
+    groups_failed: int
+    """Groups of which no member is scored: consumed without a step."""
+    groups_dropped: int
+    """Groups left out for their age."""
+
+
+class Journal:
+    """One run's journal. Not for several threads; close it at the end.
+
+    `open` makes it or takes it up; each life of the run calls `begin_life` once.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, trajectories: Path) -> None:
+        self._db = connection
+        self._trajectories = trajectories
+        self._incarnation = 0
+        self._tally: Tally | None = None  # made when first asked for, and anew after a change of the past
+
+    @classmethod
+    def open(cls, run_dir: Path) -> "Journal":
+        """The journal of the run in `run_dir`. Raises TrainingError when it is not a journal."""
+        trajectories = run_dir / "trajectories"
+        trajectories.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "journal.sqlite"
+        try:
+            connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise TrainingError(f"{path}: cannot be opened as a journal ({error})") from None
+        return cls(connection, trajectories)
+
+    @property
+    def incarnation(self) -> int:
+        """The life of the run that writes now, from 1; 0 before `begin_life`."""
+        return self._incarnation
+
+    def begin_life(self) -> int:
+        """Counts one more life of the run and returns its number."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO meta VALUES ('incarnation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1"
+            )
+        ((self._incarnation,),) = self._db.execute("SELECT value FROM meta WHERE key = 'incarnation'")
+        return self._incarnation
+
+    def issue(self, *, group_id: str, task_index: int, group_size: int, min_policy_version: int) -> None:
+        """A group starts; one that was issued before and did not finish starts again, whole."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO groups (group_id, task_index, group_size, min_policy_version, incarnation, state)"
+                " VALUES (?, ?, ?, ?, ?, 'issued') ON CONFLICT (group_id) DO UPDATE SET"
+                " min_policy_version = excluded.min_policy_version, incarnation = excluded.incarnation",
+                (group_id, task_index, group_size, min_policy_version, self._incarnation),
+            )
+
+    def write_trajectories(self, group: TrajectoryGroup) -> None:
+        """Writes the group's trajectories; safe in another thread. `finish` comes after."""
+        write_group(self._path(group.group_id), group)
+
+    def finish(self, group: TrajectoryGroup, *, failed: bool, step: int | None = None) -> None:
+        """A group's episodes have ended. A failed one (no member is scored) is consumed with that, before `step`."""
+        errors = [t.error for t in group.trajectories if t.error]
+        tally = self.tally
+        with self._transaction():
+            self._db.execute(
+                "UPDATE groups SET state = ?, oldest_version = ?, newest_version = ?, step = ?, error = ?,"
+                " num_ended = ?, num_scored = ? WHERE group_id = ?",
+                (
+                    "failed" if failed else "finished",
+                    oldest_version(group),
+                    newest_version(group),
+                    step if failed else None,
+                    errors[0] if errors else None,
+                    len(group.trajectories),
+                    sum(t.status.is_scored for t in group.trajectories),
+                    group.group_id,
+                ),
+            )
+            self._db.executemany(
+                "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [_episode_values(t) for t in group.trajectories],
+            )
+        for trajectory in group.trajectories:
+            tally.add(status=trajectory.status, events=trajectory.events)
+
+    def fail(self, group_id: str, *, step: int, error: str) -> None:
+        """A group was lost as a whole, without any record of its episodes."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE groups SET state = 'failed', step = ?, error = ? WHERE group_id = ?", (step, error, group_id)
+            )
+
+    def consume(
+        self,
+        *,
+        step: int,
+        trained: Sequence[str],
+        dropped: Sequence[str],
+        row: Mapping[str, Any],
+        lags: LagHistogram,
+    ) -> None:
+        """A step was done: `trained` groups went into it, `dropped` ones were too old; `row` are its metrics."""
+        with self._transaction():
+            for state, group_ids in (("trained", trained), ("dropped", dropped)):
+                self._db.executemany(
+                    "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'",
+                    [(state, step, group_id) for group_id in group_ids],
+                )
+            self._db.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, ?)",
+                (step, self._incarnation, json.dumps(row), json.dumps(lags.counts)),
+            )
+
+    def roll_back(self, step: int) -> None:
+        """Back to the moment after `step`: what later steps consumed is unconsumed, and groups that hold tokens of
+        versions above `step`, which are lost, are unfinished again. Failed groups stay consumed."""
+        with self._transaction():
+            self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
+            self._db.execute(
+                "UPDATE groups SET state = 'finished', step = NULL WHERE state IN ('trained', 'dropped') AND step > ?",
+                (step,),
+            )
+            lost = self._db.execute(
+                "SELECT group_id FROM groups WHERE state = 'finished' AND newest_version > ?", (step,)
+            ).fetchall()
+            self._unfinish(group_id for (group_id,) in lost)
+
+    def unfinish(self, group_ids: Iterable[str]) -> None:
+        """These finished groups are to be played again, whole."""
+        with self._transaction():
+            self._unfinish(group_ids)
+
+    def groups(self, state: GroupState) -> tuple[GroupRow, ...]:
+        """The groups in `state`, in the order of issue."""
+        rows = self._db.execute(
+            "SELECT group_id, task_index, min_policy_version, oldest_version FROM groups"
+            " WHERE state = ? ORDER BY task_index",
+            (state,),
+        )
+        return tuple(GroupRow(group_id=g, task_index=i, min_policy_version=m, oldest_version=o) for g, i, m, o in rows)
+
+    def load_group(self, group_id: str) -> TrajectoryGroup:
+        """The trajectories of a finished group. Raises TrainingError when they are damaged."""
+        return read_group(self._path(group_id))
+
+    def next_task_index(self) -> int:
+        """The index of the first task that was never issued."""
+        ((last,),) = self._db.execute("SELECT MAX(task_index) FROM groups")
+        return 0 if last is None else int(last) + 1
+
+    def last_step(self) -> int:
+        """The last step that was done; 0 before the first."""
+        ((last,),) = self._db.execute("SELECT MAX(step) FROM steps")
+        return int(last or 0)
+
+    def step_rows(self) -> list[dict[str, Any]]:
+        """The metrics of every step that stands, in order."""
+        return [json.loads(row) for (row,) in self._db.execute("SELECT row FROM steps ORDER BY step")]
+
+    def lags(self) -> LagHistogram:
+        """The lags of all trained tokens."""
+        total = LagHistogram()
+        for (counts,) in self._db.execute("SELECT lag_counts FROM steps"):
+            total += LagHistogram(counts=tuple(json.loads(counts)))
+        return total
+
+    def counts(self) -> Counts:
+        """How many episodes started, finished, were trained; and the groups that were not."""
+        ((started, finished, trained, failed, dropped),) = self._db.execute(
+            "SELECT COALESCE(SUM(group_size), 0), COALESCE(SUM(num_ended), 0),"
+            " COALESCE(SUM(num_scored * (state = 'trained')), 0), COALESCE(SUM(state = 'failed'), 0),"
+            " COALESCE(SUM(state = 'dropped'), 0) FROM groups"
+        )
+        return Counts(started=started, finished=finished, trained=trained, groups_failed=failed, groups_dropped=dropped)
+
+    def rewards(self) -> list[float]:
+        """The grades of the scored episodes, in the order in which they ended."""
+        rows = self._db.execute("SELECT reward FROM episodes WHERE reward IS NOT NULL ORDER BY ended_at, rowid")
+        return [reward for (reward,) in rows]
+
+    @property
+    def tally(self) -> Tally:
+        """What went wrong and what happened, over every episode that ended."""
+        if self._tally is None:
+            self._tally = Tally()
+            for status, events in self._db.execute("SELECT status, events FROM episodes"):
+                self._tally.add(status=status, events=json.loads(events))
+        return self._tally
+
+    def flush(self) -> None:
+        """Makes all that was written safe against a power failure."""
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def close(self) -> None:
+        """Closes the file. Safe to call twice."""
+        self._db.close()
+
+    def _path(self, group_id: str) -> Path:
+        return self._trajectories / f"{group_id}.json.gz"
+
+    def _unfinish(self, group_ids: Iterable[str]) -> None:
+        self._tally = None
+        for group_id in group_ids:
+            self._db.execute("DELETE FROM episodes WHERE group_id = ?", (group_id,))
+            self._db.execute(
+                "UPDATE groups SET state = 'issued', oldest_version = NULL, newest_version = NULL, error = NULL,"
+                " num_ended = 0, num_scored = 0 WHERE group_id = ?",
+                (group_id,),
+            )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise TrainingError(f"the journal cannot be written: {error}") from None
+            raise
+
+
+def _episode_values(trajectory: Trajectory) -> tuple[Any, ...]:
+    return (
+        trajectory.group_id,
+        trajectory.member,
+        trajectory.attempt,
+        trajectory.status.value,
+        trajectory.reward,
+        trajectory.num_sampled_tokens,
+        len(trajectory.turns),
+        trajectory.started_at,
+        trajectory.ended_at,
+        trajectory.error,
+        json.dumps(dict(trajectory.events)),
+    )

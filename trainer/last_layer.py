@@ -1,0 +1,80 @@
+"""The decoder's last layer, computed only where something is predicted.
+
+What the last layer's feed-forward part gives at a position is read only where the next token is trained: a quarter of
+the positions of a tool-calling episode. In a model of two layers, leaving out the rest saves a fifth of a step. It
+holds for layers built as those of Llama, Qwen and Mistral (attention, then a feed-forward part, each with a norm before
+it and a residual around it); `prune_last_layer` tries it on the model at hand, and lets it be where the figures differ.
+
+Legend: B rows, T tokens, H the model's width, N positions.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCE = 1e-4
+
+
+class _PrunedForward:
+    """Stands in for the `forward` of a decoder's last layer: the same, unless positions are set."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._full_forward = layer.forward
+        self.positions: Tensor | None = None
+        """[N] in the flat [B·T]; None computes all of [B, T, H]."""
+
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """[B, T, H], or [1, N, H] where positions are set."""
+        if self.positions is None:
+            full: Tensor = self._full_forward(hidden_states, **kwargs)
+            return full
+        layer = self._layer
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        chosen_NH = (hidden_states + attended).flatten(0, 1).index_select(0, self.positions)
+        chosen_NH = chosen_NH + layer.mlp(layer.post_attention_layernorm(chosen_NH))
+        return chosen_NH[None]
+
+
+def hidden_states_at(model: nn.Module, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """[N, H]: the decoder's output for [B, T] `token_ids` at [N] `positions` of the flat [B·T]."""
+    decoder = model.get_decoder()  # type: ignore[operator]
+    pruned = _pruned_forward_of(decoder)
+    if pruned is None:
+        hidden_BTH: Tensor = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+        return hidden_BTH.flatten(0, 1).index_select(0, positions)
+    pruned.positions = positions
+    try:
+        hidden_1NH: Tensor = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+    finally:
+        pruned.positions = None
+    return hidden_1NH[0]
+
+
+@torch.no_grad()
+def prune_last_layer(model: nn.Module) -> bool:
+    """Lets `hidden_states_at` leave out what nobody reads, where that changes no figure. True when it does."""
+    layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return False
+    token_ids = torch.arange(10).reshape(2, 5) % 4
+    positions = torch.tensor([1, 4, 7])
+    expected_NH = hidden_states_at(model, token_ids, positions)
+    layer: Any = layers[-1]
+    full_forward = layer.forward
+    layer.forward = _PrunedForward(layer)
+    try:
+        hidden_NH = hidden_states_at(model, token_ids, positions)
+        if hidden_NH.shape == expected_NH.shape and torch.allclose(hidden_NH, expected_NH, atol=_TOLERANCE, rtol=1e-3):
+            return True
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # built otherwise
+        pass
+    layer.forward = full_forward
+    return False
+
+
+def _pruned_forward_of(decoder: Any) -> _PrunedForward | None:
+    layers = getattr(decoder, "layers", None)
+    forward = getattr(layers[-1], "forward", None) if isinstance(layers, nn.ModuleList) and len(layers) else None
+    return forward if isinstance(forward, _PrunedForward) else None

@@ -1,0 +1,61 @@
+"""What a checkpoint keeps of a learner: the trained weights, the optimizer, and the random state."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from driftgym.errors import TrainingError
+from driftgym.trainer.checkpoint import check_sealed, sealed_folder
+
+_WEIGHTS = "weights.safetensors"
+_OPTIMIZER = "optimizer.pt"
+_STATE = "state.json"
+
+
+def save_state(
+    folder: Path,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    policy_version: int,
+) -> None:
+    """Writes the state into `folder`, sealed (see checkpoint). Raises OSError when it cannot be written."""
+    with sealed_folder(folder) as partial:
+        tensors = {name: parameter.detach().to("cpu").contiguous() for name, parameter in parameters.items()}
+        safetensors.torch.save_file(tensors, partial / _WEIGHTS)
+        torch.save({"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state()}, partial / _OPTIMIZER)
+        (partial / _STATE).write_text(json.dumps({"policy_version": policy_version}), encoding="utf-8")
+
+
+def load_state(
+    folder: Path,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    policy_version: int,
+) -> None:
+    """Puts what `save_state` wrote into the parameters, the optimizer and the random state.
+
+    Raises:
+        TrainingError: a file is missing or damaged, or the state is of another version or of another model; nothing
+            has been taken up.
+    """
+    check_sealed(folder)
+    saved_version = json.loads((folder / _STATE).read_text(encoding="utf-8"))["policy_version"]
+    if saved_version != policy_version:
+        raise TrainingError(f"checkpoint {folder}: is of policy version {saved_version}, not {policy_version}")
+    tensors = safetensors.torch.load_file(folder / _WEIGHTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {name: tuple(parameter.shape) for name, parameter in parameters.items()}:
+        raise TrainingError(f"checkpoint {folder}: is of another model than the one that is configured")
+    state = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["torch_rng"])
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])

@@ -1,0 +1,360 @@
+"""`Trainer`: the loop that takes batches, trains them, publishes weights and writes checkpoints. It only wires.
+
+Consumes batches of the buffer, which the producer fills; waits for a batch, then for the learner's step, and for
+a weight update only before the next one; produces policy versions, rows of metrics and checkpoints. A dead
+learner, generators that are gone, and a lag above the bound end it with an error; everything written stays.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pydantic
+
+from driftgym.agents.generators.base import GeneratorHealth
+from driftgym.config import Config, Limits
+from driftgym.errors import DriftgymError, GeneratorError, TrainingError
+from driftgym.metrics import Metrics
+from driftgym.trainer.advantages import AdvantageMethod, group_advantages
+from driftgym.trainer.buffer import Batch, GroupBuffer
+from driftgym.trainer.journal import Journal
+from driftgym.trainer.lineage import Lineage, write_checkpoint
+from driftgym.trainer.producer import PlayGroup, Producer, Supply, TaskSource
+from driftgym.trainer.segments import mask_stale, segments_of
+from driftgym.trainer.staleness import LagHistogram, LagRule, OnLag
+from driftgym.trainer.stop import RunInterruptedError, Stop
+from driftgym.trainer.summary import LengthRatio, RunClock, batch_figures
+from driftgym.trainer.training_client import StepReport, TrainingClient
+from driftgym.types import Segment, TrajectoryGroup, WeightUpdate
+
+
+class TrainerConfig(Config):
+    """How rollouts and optimizer steps go together."""
+
+    mode: Literal["async", "sync"] = pydantic.Field(
+        "async", description="`sync` generates a batch with the newest weights, then trains it, in turn."
+    )
+    max_steps: int = pydantic.Field(100, gt=0, description="The run ends with this policy version.")
+    groups_per_step: int = pydantic.Field(4, gt=0)
+    group_size: int = pydantic.Field(8, gt=0, description="Episodes of the same task.")
+    max_lag: int = pydantic.Field(8, ge=0, description="No token is trained with a lag above it.")
+    on_lag: OnLag = pydantic.Field(
+        "wait",
+        description="At the bound: wait for the group that is due, mask old tokens, drop groups with one.",
+    )
+    max_in_flight_groups: int = pydantic.Field(
+        16, gt=0, description="Groups being played, or finished and not yet taken by a step."
+    )
+    publish_every_steps: int = pydantic.Field(
+        4, gt=0, description="Steps between two publications; each makes generators compute their KV cache anew."
+    )
+    weight_update: Literal["in_flight", "drain"] = pydantic.Field(
+        "in_flight", description="`drain` lets running requests end with the old weights first."
+    )
+    checkpoint_every_steps: int = pydantic.Field(50, gt=0)
+    advantage: AdvantageMethod = "group_mean"
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "TrainerConfig":
+        for problem in (self._sync_problem(), self._async_problem()):
+            if problem:
+                raise ValueError(problem)
+        return self
+
+    def _sync_problem(self) -> str | None:
+        wanted = {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1}
+        if self.mode == "sync" and any(getattr(self, name) != value for name, value in wanted.items()):
+            return "mode sync needs max_lag: 0, weight_update: drain and publish_every_steps: 1"
+        return None
+
+    def _async_problem(self) -> str | None:
+        if self.publish_every_steps > self.max_lag + 1:
+            return (
+                f"publish_every_steps {self.publish_every_steps} is above max_lag + 1 = {self.max_lag + 1}: generators "
+                "would hold weights too old to train on; raise max_lag or publish more often"
+            )
+        if self.max_in_flight_groups < self.groups_per_step:
+            return (
+                f"max_in_flight_groups {self.max_in_flight_groups} is below groups_per_step {self.groups_per_step}: "
+                "no step could be filled"
+            )
+        return None
+
+    @property
+    def lag_rule(self) -> LagRule:
+        """The lag rule of this run."""
+        return LagRule(max_lag=self.max_lag, groups_per_step=self.groups_per_step, on_lag=self.on_lag)
+
+
+class Engines(Protocol):
+    """The generators, seen from the loop: `agents.generators.pool.GeneratorPool`."""
+
+    @property
+    def min_version(self) -> int:
+        """The lowest policy version that a request made now may be answered with."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+        """Brings every generator to `update`. Raises GeneratorError when none is left."""
+        ...
+
+    async def health(self) -> GeneratorHealth:
+        """How they stand. Raises GeneratorError when none answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of, started and at the same policy version.
+
+    >>> Parts.__slots__
+    ('client', 'engines', 'play', 'tasks')
+    """
+
+    client: TrainingClient
+    """The learner."""
+    engines: Engines
+    """The generators."""
+    play: PlayGroup
+    """Plays a group against them."""
+    tasks: TaskSource
+    """What is played."""
+
+
+class Trainer:
+    """One life of a run, from its parts to `max_steps`. Use `run` once."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainerConfig,
+        parts: Parts,
+        run_dir: Path,
+        lineage: Lineage,
+        journal: Journal,
+        metrics: Metrics,
+        clock: RunClock,
+        stop: Stop,
+        limits: Limits,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: how rollouts and steps go together.
+            parts: what does the work; the caller starts and closes it.
+            run_dir: the run's folder.
+            lineage: where this life begins.
+            journal: rolled back to there.
+            metrics: takes a row a step.
+            clock: where the time goes.
+            stop: the user's wish to stop.
+            limits: deadlines.
+        """
+        self._config = config
+        self._parts = parts
+        self._run_dir = run_dir
+        self._lineage = lineage
+        self._journal = journal
+        self._metrics = metrics
+        self._clock = clock
+        self._stop = stop
+        self._limits = limits
+        self._rule: LagRule = config.lag_rule
+        self._version = lineage.policy_version
+        self._checkpointed = lineage.policy_version if lineage.checkpoint else None
+        rows = journal.step_rows()
+        self._lengths = LengthRatio(rows[-1] if rows else {})
+        self._update: asyncio.Task[None] | None = None
+        self._health: asyncio.Task[None] | None = None
+        self._buffer = GroupBuffer(self._rule, policy_version=self._version)
+
+    async def run(self) -> None:
+        """Trains until `max_steps`. A checkpoint is written at the beginning, as configured, and at the end.
+
+        Raises:
+            RunInterruptedError: the user stopped it; the checkpoint of the last step is there.
+            TrainingError: a step failed, the learner is gone, or nothing can be played any more.
+            GeneratorError: no generator is left.
+        """
+        if self._checkpointed is None:
+            await self._write_checkpoint()
+        self._clock.start_loop()
+        async with self._producing():
+            try:
+                while self._version < self._config.max_steps:
+                    await self._step()
+            except RunInterruptedError:
+                await self._write_checkpoint()
+                raise
+        await self._write_checkpoint()
+
+    async def _step(self) -> None:
+        waited = time.monotonic()
+        self._metrics.show(self._buffer.waiting_for())
+        batch = await self._stop.or_stop(self._buffer.next_batch())
+        if not batch.groups:
+            raise TrainingError(f"the tasks ran out after step {self._version} of {self._config.max_steps}")
+        wait_s = time.monotonic() - waited
+        await self._train(batch, wait_s=wait_s)
+        if self._version % self._config.publish_every_steps == 0 and self._version < self._config.max_steps:
+            await self._publish()
+        if self._version % self._config.checkpoint_every_steps == 0:
+            await self._write_checkpoint()
+
+    async def _train(self, batch: Batch, *, wait_s: float) -> None:
+        segments = self._segments(batch.groups)
+        lags = self._lags(segments)
+        self._metrics.show(f"training step {self._version + 1} on {len(segments)} segments")
+        self._look_at_engines()
+        started = time.monotonic()
+        report = await self._parts.client.train_step(segments)
+        step_s = time.monotonic() - started
+        if report.policy_version != self._version + 1:
+            raise TrainingError(f"the learner is at version {report.policy_version}, not {self._version + 1}")
+        self._clock.step_s += step_s
+        self._lengths.add(batch)
+        row = self._row(batch, report, lags, step_s=step_s, wait_s=wait_s)
+        self._version = report.policy_version
+        self._journal.consume(
+            step=self._version,
+            trained=[group.group_id for group in batch.groups],
+            dropped=[group.group_id for group in batch.dropped],
+            row=row,
+            lags=lags,
+        )
+        self._metrics.log(row)
+
+    def _segments(self, groups: Sequence[TrajectoryGroup]) -> list[Segment]:
+        segments = [segment for group in groups for segment in group_segments(group, method=self._config.advantage)]
+        if self._rule.on_lag == "mask":
+            return [mask_stale(s, now=self._version, max_lag=self._rule.max_lag) for s in segments]
+        return segments
+
+    def _lags(self, segments: Sequence[Segment]) -> LagHistogram:
+        """The lags of the tokens to be trained. Raises TrainingError when one is above the bound, or below 0."""
+        versions = [segment.policy_versions[segment.train_mask] for segment in segments]
+        lags = self._version - np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
+        if lags.size and (lags.max() > self._rule.max_lag or lags.min() < 0):
+            raise TrainingError(
+                f"step {self._version + 1} would train tokens of lag {lags.min()} to {lags.max()}; "
+                f"allowed is 0 to {self._rule.max_lag}"
+            )
+        return LagHistogram.of(lags)
+
+    def _row(
+        self, batch: Batch, report: StepReport, lags: LagHistogram, *, step_s: float, wait_s: float
+    ) -> dict[str, Any]:
+        figures = batch_figures(batch, lags, now=self._version, max_lag=self._rule.max_lag)
+        counts = self._journal.counts()  # of before this step
+        num_trained = sum(t.status.is_scored for group in batch.groups for t in group.trajectories)
+        num_tokens = sum(t.num_sampled_tokens for group in batch.groups for t in group.trajectories)
+        return {
+            "step": report.policy_version,
+            "policy_version": report.policy_version,
+            "incarnation": self._journal.incarnation,
+            **figures,
+            "step_s": step_s,
+            "wait_s": wait_s,
+            "tokens_per_s": num_tokens / max(step_s + wait_s, 1e-9),
+            "episodes_started": counts.started,
+            "episodes_finished": counts.finished,
+            "episodes_trained": counts.trained + num_trained,
+            "groups_failed": counts.groups_failed,
+            "num_lag0_tokens": report.num_lag0_tokens,
+            "lag0_ratio_sum": report.lag0_ratio_sum,
+            "generator_idle_fraction": self._clock.generator_idle_fraction,
+            "trainer_idle_fraction": self._clock.trainer_idle_fraction,
+            **self._journal.tally.row(),
+            **self._lengths.row(),
+            **self._clock.row(),
+            **{f"learner/{name}": value for name, value in report.metrics.items()},
+        }
+
+    async def _publish(self) -> None:
+        """Publishes the current weights and lets the generators take them; the update before must be through."""
+        await self._stop.or_stop(self._update_taken())
+        update = await self._parts.client.publish(self._run_dir / "weights")
+        self._update = asyncio.create_task(self._take(update), name=f"weights {update.policy_version}")
+        if self._config.weight_update == "drain":
+            await self._stop.or_stop(self._update_taken())
+
+    async def _take(self, update: WeightUpdate) -> None:
+        drain = self._config.weight_update == "drain"
+        try:
+            await self._parts.engines.update_weights(update, drain=drain, timeout_s=self._limits.weight_update_s)
+        except DriftgymError as error:
+            self._buffer.abort(error)
+            raise
+        self._buffer.notify()
+
+    async def _update_taken(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            await update
+
+    def _look_at_engines(self) -> None:
+        """Asks how busy the generators were, beside the step: the answer is counted when it comes."""
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(self._count_busy())
+
+    async def _count_busy(self) -> None:
+        with contextlib.suppress(GeneratorError, TimeoutError):
+            async with asyncio.timeout(self._limits.generation_s):
+                health = await self._parts.engines.health()
+            self._clock.saw_busy(health.busy_s, at=time.monotonic())
+
+    async def _write_checkpoint(self) -> None:
+        if self._checkpointed == self._version:
+            return
+        self._metrics.show(f"writing the checkpoint of step {self._version}")
+        await write_checkpoint(self._run_dir, self._parts.client, self._journal, policy_version=self._version)
+        self._checkpointed = self._version
+
+    @contextlib.asynccontextmanager
+    async def _producing(self) -> AsyncIterator[None]:
+        """Within the block, groups are being played."""
+        for restored in self._lineage.restored:
+            row = restored.row
+            due = self._rule.due(row.min_policy_version)
+            self._buffer.admit(row.group_id, order=row.task_index, due=due, group=restored.group)
+        producer = Producer(
+            play=self._parts.play,
+            tasks=self._parts.tasks,
+            rule=self._rule,
+            supply=Supply(
+                group_size=self._config.group_size,
+                max_in_flight_groups=self._config.max_in_flight_groups,
+                max_steps=self._config.max_steps,
+            ),
+            buffer=self._buffer,
+            journal=self._journal,
+            min_policy_version=lambda: self._parts.engines.min_version,
+            again=self._lineage.again,
+        )
+        running = asyncio.create_task(producer.run(), name="producer")
+        try:
+            yield
+        finally:
+            tasks = [task for task in (running, self._update, self._health) if task is not None]
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.close_s):
+                    await asyncio.gather(producer.close(), *tasks, return_exceptions=True)
+
+
+def group_segments(group: TrajectoryGroup, *, method: AdvantageMethod) -> list[Segment]:
+    """The training rows of a group: its scored members, each with its advantage over its siblings."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    advantages = group_advantages(rewards, method=method)
+    return [
+        segment
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+        if advantage is not None
+        for segment in segments_of(trajectory, advantage=advantage)
+    ]

@@ -1,0 +1,250 @@
+"""Starts what a run is made of, in order, each at the policy version that the run begins with."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from driftgym.agents.demonstrations import demonstrate
+from driftgym.agents.generators.base import Generator
+from driftgym.agents.generators.launch import start_embedded
+from driftgym.agents.generators.pool import GeneratorPool
+from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.agents.rendering import Renderer, make_renderer
+from driftgym.agents.rollout import run_group
+from driftgym.agents.tool_agent import ToolAgent
+from driftgym.config import Limits
+from driftgym.envs.base import ToolEnv
+from driftgym.envs.registry import make_env
+from driftgym.envs.slots import EnvSlots
+from driftgym.envs.tasks import SeededTasks
+from driftgym.metrics import check_metrics
+from driftgym.sandboxes.base import SandboxProvider
+from driftgym.sandboxes.providers import open_provider
+from driftgym.trainer.lineage import Lineage, learner_part
+from driftgym.trainer.loop import Parts
+from driftgym.trainer.models import resolve_model
+from driftgym.trainer.run_config import RunConfig
+from driftgym.trainer.segments import segments_of
+from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
+from driftgym.types import Task, TrajectoryGroup, WeightUpdate
+
+_DEMONSTRATION_SEED = 1 << 20  # added to the run's seed: what is demonstrated is not what is played
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was found to be right before a run begins.
+
+    >>> Prepared.__slots__
+    ('model_folder', 'renderer', 'sandboxes')
+    """
+
+    model_folder: Path
+    """The run's model: config, tokenizer, and weights unless they are drawn at random."""
+    renderer: Renderer
+    """Made from it."""
+    sandboxes: SandboxProvider
+    """Where boxes come from; none is started yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRequest:
+    """What one life of a run starts from.
+
+    >>> StartRequest.__slots__
+    ('config', 'run_dir', 'lineage', 'incarnation', 'say')
+    """
+
+    config: RunConfig
+    """The run."""
+    run_dir: Path
+    """Its folder."""
+    lineage: Lineage
+    """Where this life begins."""
+    incarnation: int
+    """Which life it is."""
+    say: Callable[[str], None]
+    """Takes news for people."""
+
+
+async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: Callable[[str], None]) -> Prepared:
+    """Finds what is wrong with `config` beyond its own keys, before anything is written or started.
+
+    Raises:
+        ConfigError: something that it asks for is not there.
+    """
+    check_metrics(config.metrics)
+    env = make_env(config.env.id, limits=config.limits, kwargs=config.env.kwargs)
+    await env.aclose()
+    model_folder = await asyncio.to_thread(resolve_model, config.model, relative_to=Path())
+    renderer = await asyncio.to_thread(make_renderer, config.agent.renderer, model_folder)
+    sandboxes = await open_provider(config.sandbox, say=say)
+    Closer(stack, limits=config.limits, say=say).add("the sandboxes", sandboxes.close)
+    return Prepared(model_folder=model_folder, renderer=renderer, sandboxes=sandboxes)
+
+
+async def start_parts(prepared: Prepared, request: StartRequest, stack: contextlib.AsyncExitStack) -> Parts:
+    """Starts learner and generators; what was started is closed by `stack`, the last first.
+
+    Raises:
+        DriftgymError: a part did not start.
+    """
+    config, say = request.config, request.say
+    closer = Closer(stack, limits=config.limits, say=say)
+    slots = _open_slots(config, prepared.sandboxes)
+    closer.add("the environments", slots.close)
+    client = await _start_learner(prepared, request, closer)
+    if request.lineage.checkpoint is not None:
+        await client.load(learner_part(request.lineage.checkpoint), policy_version=request.lineage.policy_version)
+    elif config.warmup.num_steps:
+        await _warm_up(request, client, slots, prepared.renderer)
+    update = await client.publish(request.run_dir / "weights")
+    say("starting the generator")
+    engines = await _start_engines(config, update, closer)
+    agent = ToolAgent(engines, prepared.renderer, config.agent)
+
+    async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
+        return await run_group(
+            task,
+            group_id=group_id,
+            group_size=config.trainer.group_size,
+            agent=agent,
+            slots=slots,
+            limits=config.limits,
+            config=config.rollout,
+            min_policy_version=min_policy_version,
+        )
+
+    tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
+    return Parts(client=client, engines=engines, play=play, tasks=tasks)
+
+
+class Closer:
+    """Closes parts in the reverse order of their start, each within `limits.close_s`; a failure is said, not raised."""
+
+    def __init__(self, stack: contextlib.AsyncExitStack, *, limits: Limits, say: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._limits = limits
+        self._say = say
+
+    def add(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
+        """`close` is called at the end."""
+        self._stack.push_async_callback(self._close, name, close)
+
+    async def _close(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
+        try:
+            # Twice close_s: each part bounds its own closing, and is given up only when that fails.
+            async with asyncio.timeout(2 * self._limits.close_s):
+                await close()
+        except Exception as error:  # the other parts must be closed, and the run's own error told
+            self._say(f"closing {name} failed: {type(error).__name__}: {error}")
+
+
+def _open_slots(config: RunConfig, provider: SandboxProvider) -> EnvSlots:
+    def make() -> ToolEnv:
+        return make_env(
+            config.env.id,
+            sandboxes=provider,
+            sandbox_spec=config.sandbox.spec,
+            limits=config.limits,
+            kwargs=config.env.kwargs,
+        )
+
+    num_slots = config.trainer.max_in_flight_groups * config.trainer.group_size
+    return EnvSlots(make, num_slots=num_slots, close_s=config.limits.close_s)
+
+
+async def _start_learner(prepared: Prepared, request: StartRequest, closer: Closer) -> ProcessTrainingClient:
+    config = request.config
+    request.say("starting the learner")
+    spec = LearnerSpec(
+        model=config.model,
+        model_folder=prepared.model_folder,
+        config=config.learner,
+        warmup=config.warmup,
+        seed=config.seed,
+        temperature=config.agent.temperature,
+        incarnation=request.incarnation,
+    )
+    client = await ProcessTrainingClient.start(spec, limits=config.limits)
+    closer.add("the learner", client.close)
+    return client
+
+
+async def _warm_up(request: StartRequest, client: ProcessTrainingClient, slots: EnvSlots, renderer: Renderer) -> None:
+    config = request.config
+    request.say(f"playing {config.demonstrations.num_episodes} demonstrations")
+    trajectories = await demonstrate(
+        slots=slots,
+        renderer=renderer,
+        tasks=SeededTasks(env_id=config.env.id, seed=config.seed + _DEMONSTRATION_SEED),
+        num_episodes=config.demonstrations.num_episodes,
+        skill=config.demonstrations.skill,
+        seed=config.seed,
+        limits=config.limits,
+        config=config.rollout,
+    )
+    segments = [segment for trajectory in trajectories for segment in segments_of(trajectory, advantage=0.0)]
+    request.say(f"warming up: {config.warmup.num_steps} supervised steps on {len(segments)} segments")
+    figures = await client.warm_up(segments)
+    request.say("warmed up: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+
+
+class _RunPool(GeneratorPool):
+    """A pool that knows which weights an engine started in the place of a lost one begins with."""
+
+    latest: WeightUpdate
+
+    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+        """As `GeneratorPool.update_weights`."""
+        self.latest = update
+        await super().update_weights(update, drain=drain, timeout_s=timeout_s)
+
+
+async def _start_engines(config: RunConfig, update: WeightUpdate, closer: Closer) -> GeneratorPool:
+    """The generators of the run, all with the weights of `update`."""
+    timeout_s = config.limits.weight_update_s
+
+    async def start(weights: WeightUpdate) -> Generator:
+        return await start_embedded(
+            Path(weights.location),
+            config.generator,
+            incarnation=weights.incarnation,
+            policy_version=weights.policy_version,
+            timeout_s=timeout_s,
+        )
+
+    if config.generator.kind == "sglang":
+        max_concurrency = config.generator.max_concurrency
+        servers = [
+            SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=max_concurrency)
+            for url in config.generator.urls
+        ]
+        pool = _RunPool(servers, policy_version=update.policy_version)
+        closer.add("the generators", pool.close)
+        await pool.update_weights(update, drain=False, timeout_s=timeout_s)
+        return pool
+    pool = _RunPool(
+        await _start_all(lambda: start(update), num=config.generator.num_servers),
+        policy_version=update.policy_version,
+        restart=lambda: start(pool.latest),
+        restart_timeout_s=timeout_s,
+    )
+    pool.latest = update
+    closer.add("the generators", pool.close)
+    return pool
+
+
+async def _start_all(start: Callable[[], Awaitable[Generator]], *, num: int) -> list[Generator]:
+    """`num` generators, or none: when one does not start, those that did are closed."""
+    started: list[Generator] = []
+    try:
+        for _ in range(num):
+            started.append(await start())
+    except BaseException:
+        for generator in started:
+            await asyncio.shield(generator.close())
+        raise
+    return started

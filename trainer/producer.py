@@ -1,0 +1,193 @@
+"""The producer: keeps groups being played, as many as the lag rule and the bound on what is in flight allow.
+
+Consumes tasks; waits for room (a batch was taken, a group failed, the generators took new weights: each calls
+`GroupBuffer.notify`); produces finished groups into the buffer and the journal. One group's failure is that
+group's alone; only a run of failures without a single scored episode in between ends the run.
+"""
+
+import asyncio
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from driftgym.errors import DriftgymError, TrainingError
+from driftgym.trainer.buffer import GroupBuffer
+from driftgym.trainer.journal import GroupRow, Journal
+from driftgym.trainer.staleness import LagRule
+from driftgym.types import Task, TrajectoryGroup
+
+_MIN_FAILED_IN_A_ROW = 8  # fewer may be bad luck: with nothing scored for longer, nothing will be
+
+
+class TaskSource(Protocol):
+    """Where tasks come from."""
+
+    def task(self, index: int) -> Task:
+        """The task at `index`, from 0, always the same. Raises IndexError when there are no more."""
+        ...
+
+
+class PlayGroup(Protocol):
+    """Plays one group; what `agents.rollout.run_group` does once its agent and its slots are given."""
+
+    async def __call__(self, task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
+        """The group's trajectories, one per member; errors of episodes are data."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """How many groups are wanted, and at once.
+
+    >>> Supply(group_size=8, max_in_flight_groups=16, max_steps=100).group_size
+    8
+    """
+
+    group_size: int
+    """Episodes per group."""
+    max_in_flight_groups: int
+    """Groups that were admitted and not taken by a step: being played, or finished and waiting."""
+    max_steps: int
+    """The run ends with this policy version: no group is started that no step will take."""
+
+
+class Producer:
+    """Starts groups while `run` runs; `close` ends those that are being played."""
+
+    def __init__(
+        self,
+        *,
+        play: PlayGroup,
+        tasks: TaskSource,
+        rule: LagRule,
+        supply: Supply,
+        buffer: GroupBuffer,
+        journal: Journal,
+        min_policy_version: Callable[[], int],
+        again: Iterable[GroupRow] = (),
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            play: plays one group.
+            tasks: what is played.
+            rule: the lag rule.
+            supply: how much is wanted.
+            buffer: takes what is admitted and what has finished.
+            journal: records both.
+            min_policy_version: the lowest version that a request made now may be answered with.
+            again: groups that were issued in an earlier life of the run and did not finish; they come first.
+        """
+        self._play = play
+        self._tasks = tasks
+        self._rule = rule
+        self._supply = supply
+        self._buffer = buffer
+        self._journal = journal
+        self._min_policy_version = min_policy_version
+        self._again = deque(row.task_index for row in again)
+        self._next_index = journal.next_task_index()
+        self._num_failed_in_a_row = 0
+        self._playing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Admits groups until the tasks run out. What goes wrong here is raised in the consumer, by the buffer."""
+        try:
+            while self._admit_what_fits():
+                await self._buffer.wait_change()
+            self._buffer.end_supply()
+        except Exception as error:
+            self._buffer.abort(error)
+
+    async def close(self) -> None:
+        """Ends the groups that are being played; they stay issued, to be played again whole."""
+        for task in self._playing:
+            task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+
+    def _admit_what_fits(self) -> bool:
+        """Starts as many groups as may start now. False when the tasks have run out."""
+        while self._is_wanted():
+            index = self._again[0] if self._again else self._next_index
+            min_policy_version = self._min_policy_version()
+            due = self._rule.due(min_policy_version)
+            if not self._buffer.may_admit(due=due):
+                return True
+            try:
+                task = self._tasks.task(index)
+            except IndexError:
+                return False
+            if self._again:
+                self._again.popleft()
+            else:
+                self._next_index += 1
+            self._start(task, index=index, min_policy_version=min_policy_version, due=due)
+        return True
+
+    def _is_wanted(self) -> bool:
+        steps_left = self._supply.max_steps - self._buffer.next_version
+        wanted = min(self._supply.max_in_flight_groups, self._rule.groups_per_step * steps_left)
+        return self._buffer.num_pending < wanted
+
+    def _start(self, task: Task, *, index: int, min_policy_version: int, due: int) -> None:
+        group_id = f"g{index:06d}"
+        self._journal.issue(
+            group_id=group_id,
+            task_index=index,
+            group_size=self._supply.group_size,
+            min_policy_version=min_policy_version,
+        )
+        self._buffer.admit(group_id, order=index, due=due)
+        playing = asyncio.create_task(self._play_one(task, group_id, min_policy_version), name=f"group {group_id}")
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+
+    async def _play_one(self, task: Task, group_id: str, min_policy_version: int) -> None:
+        try:
+            group = await self._play(task, group_id=group_id, min_policy_version=min_policy_version)
+        except Exception as error:  # this group's alone, whatever it is; recorded with its traceback
+            reason = "".join(traceback.format_exception(error))
+            self._record(group_id, lambda: self._lose(group_id, reason))
+            return
+        try:
+            await asyncio.to_thread(self._journal.write_trajectories, group)
+        except TrainingError as error:
+            self._buffer.abort(error)
+            return
+        self._record(group_id, lambda: self._finish(group))
+
+    def _record(self, group_id: str, change: Callable[[], None]) -> None:
+        """Makes a change to journal and buffer; one that fails ends the run, since nothing may be lost."""
+        try:
+            change()
+        except Exception as error:
+            self._buffer.abort(error if isinstance(error, DriftgymError) else _unexpected(group_id, error))
+
+    def _finish(self, group: TrajectoryGroup) -> None:
+        is_failed = not any(trajectory.status.is_scored for trajectory in group.trajectories)
+        self._journal.finish(group, failed=is_failed, step=self._buffer.next_version + 1)
+        if not is_failed:
+            self._num_failed_in_a_row = 0
+            self._buffer.finish(group)
+            return
+        errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
+        self._count_failure(group.group_id, errors[-1] if errors else "no reason given")
+
+    def _lose(self, group_id: str, reason: str) -> None:
+        self._journal.fail(group_id, step=self._buffer.next_version + 1, error=reason)
+        self._count_failure(group_id, reason)
+
+    def _count_failure(self, group_id: str, reason: str) -> None:
+        self._buffer.discard(group_id)
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= max(_MIN_FAILED_IN_A_ROW, 2 * self._supply.max_in_flight_groups):
+            last_line = reason.strip().splitlines()[-1]
+            raise TrainingError(
+                f"the last {self._num_failed_in_a_row} groups gave no scored episode; the last error: {last_line}"
+            )
+
+
+def _unexpected(group_id: str, error: Exception) -> TrainingError:
+    return TrainingError(f"group {group_id} cannot be recorded: {type(error).__name__}: {error}")

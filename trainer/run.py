@@ -1,0 +1,177 @@
+"""A training run from its configuration to its summary: what `driftgym train` does."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from driftgym.errors import TrainingError
+from driftgym.metrics import ConsoleSink, JsonlWriter, Metrics, Sink, WandbSink
+from driftgym.trainer.journal import Journal
+from driftgym.trainer.lineage import lock_run, take_up
+from driftgym.trainer.loop import Parts, Trainer
+from driftgym.trainer.parts import StartRequest, prepare, start_parts
+from driftgym.trainer.run_config import RunConfig, check_run_dir, load_resolved, make_run_dir, settings_of
+from driftgym.trainer.stop import RunInterruptedError, Stop
+from driftgym.trainer.summary import RunClock, make_summary, write_summary
+
+StartParts = Callable[[StartRequest, contextlib.AsyncExitStack], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    >>> RunResult(run_dir=Path("runs/a"), summary={"steps": 3}, rows=[], is_interrupted=False).summary["steps"]
+    3
+    """
+
+    run_dir: Path
+    """The run's folder."""
+    summary: dict[str, Any]
+    """The content of its summary.json."""
+    rows: list[dict[str, Any]]
+    """The metrics of every step that stands."""
+    is_interrupted: bool
+    """True when the user stopped it before `max_steps`."""
+
+
+async def train(config: RunConfig) -> RunResult:
+    """A new run. Everything that can be wrong with `config` is found before anything is started or written.
+
+    Raises:
+        ConfigError: the user's input is wrong.
+        DriftgymError: the run failed; its folder holds all that was done.
+        RunInterruptedError: the user stopped it before it began.
+    """
+    check_run_dir(config)
+    return await _prepared(config, lambda: make_run_dir(config))
+
+
+async def resume(run_dir: Path) -> RunResult:
+    """The next life of the run in `run_dir`, from its newest complete checkpoint. Raises as `train` does."""
+    config, run_dir = load_resolved(run_dir)
+    return await _prepared(config, lambda: run_dir)
+
+
+async def _prepared(config: RunConfig, run_dir: Callable[[], Path]) -> RunResult:
+    """One life of a run, once all that it asks for was found."""
+    stop = Stop()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(stop.on_signals(say=_print_error))
+        prepared = await stop.or_stop(prepare(config, stack, say=_print_error))
+        return await live(config, run_dir(), stop=stop, start=functools.partial(start_parts, prepared))
+
+
+async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartParts) -> RunResult:
+    """One life of a run: takes up what stands in `run_dir`, starts the parts, trains, closes, sums up.
+
+    Args:
+        config: the run.
+        run_dir: its folder, made before.
+        stop: the user's wish to stop.
+        start: starts the parts and leaves their closing to the stack; `parts.start_parts`, or a scripted twin.
+    """
+    with _held(run_dir) as journal:
+        journal.begin_life()
+        lineage = take_up(run_dir, journal, config.trainer.lag_rule, say=_print_error)
+        rows = journal.step_rows()
+        clock = RunClock(rows[-1] if rows else {})
+        async with _metrics(config, run_dir) as metrics:
+            request = StartRequest(
+                config=config,
+                run_dir=run_dir,
+                lineage=lineage,
+                incarnation=journal.incarnation,
+                say=metrics.say,
+            )
+            life = _Life(request=request, journal=journal, metrics=metrics, clock=clock, stop=stop)
+            try:
+                is_interrupted = await life.run(start)
+            finally:
+                summary = _sum_up(journal, clock, run_dir, metrics)
+        rows = journal.step_rows()
+    return RunResult(run_dir=run_dir, summary=summary, rows=rows, is_interrupted=is_interrupted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """One life of a run, taken up and not started.
+
+    >>> _Life.__slots__
+    ('request', 'journal', 'metrics', 'clock', 'stop')
+    """
+
+    request: StartRequest
+    journal: Journal
+    metrics: Metrics
+    clock: RunClock
+    stop: Stop
+
+    async def run(self, start: StartParts) -> bool:
+        """Starts the parts, trains, and closes them. True when the user stopped it."""
+        config = self.request.config
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                parts: Parts = await self.stop.or_stop(start(self.request, stack))
+                trainer = Trainer(
+                    config=config.trainer,
+                    parts=parts,
+                    run_dir=self.request.run_dir,
+                    lineage=self.request.lineage,
+                    journal=self.journal,
+                    metrics=self.metrics,
+                    clock=self.clock,
+                    stop=self.stop,
+                    limits=config.limits,
+                )
+                await trainer.run()
+        except RunInterruptedError:
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[Journal]:
+    """The run's journal, while this process alone has the run."""
+    lock = lock_run(run_dir)
+    try:
+        with contextlib.closing(Journal.open(run_dir)) as journal:
+            yield journal
+    finally:
+        os.close(lock)
+
+
+@contextlib.asynccontextmanager
+async def _metrics(config: RunConfig, run_dir: Path) -> AsyncIterator[Metrics]:
+    metrics = Metrics(JsonlWriter(run_dir / "metrics.jsonl"), _sinks(config, run_dir))
+    try:
+        yield metrics
+    finally:
+        await asyncio.to_thread(metrics.close, timeout_s=config.limits.close_s)
+
+
+def _sinks(config: RunConfig, run_dir: Path) -> list[Sink]:
+    sinks: list[Sink] = [ConsoleSink(max_steps=config.trainer.max_steps)]
+    if config.metrics.wandb_project is not None:
+        settings = settings_of(config)
+        sinks.append(WandbSink(config.metrics, run_dir=run_dir, name=run_dir.name, settings=settings))
+    return sinks
+
+
+def _sum_up(journal: Journal, clock: RunClock, run_dir: Path, metrics: Metrics) -> dict[str, Any]:
+    summary = make_summary(journal, clock, run_dir=run_dir, dropped_metrics=metrics.dropped_metrics)
+    try:
+        write_summary(run_dir / "summary.json", summary)
+    except OSError as error:
+        raise TrainingError(f"{run_dir}/summary.json: cannot be written ({error.strerror})") from None
+    return summary
+
+
+def _print_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""`RunConfig`: everything that a training run is made of, checked as a whole before any work starts."""
+
+import datetime
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from driftgym.agents.generators.launch import GeneratorConfig
+from driftgym.agents.rollout import RolloutConfig
+from driftgym.agents.tool_agent import AgentConfig
+from driftgym.config import Config, Limits, dump_config, load_config
+from driftgym.errors import ConfigError
+from driftgym.metrics import MetricsConfig
+from driftgym.sandboxes.base import SandboxConfig
+from driftgym.trainer.loop import TrainerConfig
+from driftgym.trainer.training_client import LearnerConfig, ModelConfig, WarmupConfig
+
+RESOLVED_NAME = "config.resolved.yaml"
+
+
+class EnvConfig(Config):
+    """Which environment is played."""
+
+    id: str = pydantic.Field(description="A Gymnasium id; see `driftgym env list`.")
+    kwargs: dict[str, Any] = pydantic.Field({}, description="Given to the environment's constructor.")
+
+
+class DemonstrationConfig(Config):
+    """The demonstrations that the warm-up trains on, played by the environment's own oracle."""
+
+    num_episodes: int = pydantic.Field(256, gt=0)
+    skill: float = pydantic.Field(
+        0.0, ge=0, le=1, description="How often the oracle chooses the right tool; otherwise any, at random."
+    )
+
+
+class RunConfig(Config):
+    """A training run."""
+
+    name: str = pydantic.Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="In the run folder's name.")
+    seed: int = pydantic.Field(0, ge=0, description="Of tasks, random weights and the warm-up.")
+    run_dir: Path | None = pydantic.Field(None, description="By default runs/NAME-TIME.")
+    model: ModelConfig
+    env: EnvConfig
+    sandbox: SandboxConfig = SandboxConfig()
+    agent: AgentConfig = AgentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    limits: Limits = Limits()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        if self.agent.top_p != 1.0:
+            raise ValueError("agent.top_p must be 1 in training: log-probs are those of the full softmax")
+        if self.agent.temperature <= 0:
+            raise ValueError("agent.temperature must be above 0 in training: the policy has to explore")
+        if self.agent.max_context_tokens > self.generator.max_context_tokens:
+            raise ValueError(
+                f"agent.max_context_tokens {self.agent.max_context_tokens} is above generator.max_context_tokens "
+                f"{self.generator.max_context_tokens}: no generator would take such a prompt"
+            )
+        return self
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run in the YAML file `path`. A relative `model.path` starts at the file's folder.
+
+    Raises:
+        ConfigError: see `config.load_config`.
+    """
+    config = load_config(RunConfig, path, overrides)
+    return config.model_copy(update={"model": _anchored(config.model, path.parent)})
+
+
+def load_resolved(run_dir: Path) -> tuple[RunConfig, Path]:
+    """The configuration that the run in `run_dir` was started with, and the absolute path of that folder.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    run_dir = run_dir.resolve()
+    path = run_dir / RESOLVED_NAME
+    if not path.is_file():
+        raise ConfigError(f"{run_dir}: not the folder of a run ({RESOLVED_NAME} is missing)")
+    return load_config(RunConfig, path).model_copy(update={"run_dir": run_dir}), run_dir
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Raises ConfigError when it is clear already that the run folder cannot be made, or holds a run."""
+    run_dir = (config.run_dir or Path("runs")).resolve()
+    if (run_dir / RESOLVED_NAME).exists():
+        raise ConfigError(f"run_dir: {run_dir}: holds a run already; go on with --resume, or choose another folder")
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not writable" if existing.is_dir() else "is not a folder"
+        raise ConfigError(f"run_dir: {run_dir}: cannot be made, since {existing} {reason}; choose another folder")
+
+
+def make_run_dir(config: RunConfig) -> Path:
+    """A new run folder, the resolved configuration in it. What is made is made before any other work.
+
+    Raises:
+        ConfigError: it cannot be written, or holds a run already.
+    """
+    check_run_dir(config)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    run_dir = (config.run_dir or Path("runs") / f"{config.name}-{stamp}").resolve()
+    try:
+        for folder in (run_dir, run_dir / "checkpoints", run_dir / "trajectories"):
+            folder.mkdir(parents=True, exist_ok=True)
+        text = dump_config(config.model_copy(update={"run_dir": run_dir}))
+        (run_dir / RESOLVED_NAME).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run_dir: {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
+    return run_dir
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """`config` as plain values, for those who record it elsewhere."""
+    settings: dict[str, Any] = yaml.safe_load(dump_config(config))
+    return settings
+
+
+def _anchored(model: ModelConfig, folder: Path) -> ModelConfig:
+    """`model` with its relative path made absolute; a name that is no path stays."""
+    path = (folder / Path(model.path).expanduser()).resolve()
+    return model if model.path == "smollm2" else model.model_copy(update={"path": str(path)})

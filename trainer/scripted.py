@@ -1,0 +1,228 @@
+"""Fake twins of what a run is made of: a learner without tensors, engines without a model, and rollouts that wait.
+
+They keep every contract that the loop rests on (versions, publications, checkpoints that are whole or not there),
+so that the loop, the producer and the journal are tried in milliseconds. Nothing here learns anything.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from driftgym.agents.generators.base import GeneratorHealth, WeightVersion
+from driftgym.errors import TrainingError
+from driftgym.trainer.checkpoint import check_sealed, sealed_folder
+from driftgym.trainer.training_client import StepReport
+from driftgym.types import (
+    Completion,
+    Message,
+    Segment,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+    WeightUpdate,
+    float32_array,
+    int32_array,
+)
+
+
+class ScriptedTrainingClient:
+    """A learner that counts steps, and remembers which trajectories each of them trained."""
+
+    def __init__(self, *, incarnation: int = 1, step_s: float = 0.0, fail_at_step: int | None = None) -> None:
+        """At version 0.
+
+        Args:
+            incarnation: the life of the run.
+            step_s: how long a step takes.
+            fail_at_step: this step raises TrainingError, as a dead learner does.
+        """
+        self._incarnation = incarnation
+        self._step_s = step_s
+        self._fail_at_step = fail_at_step
+        self._version = 0
+        self.trained: list[tuple[str, ...]] = []
+        """The trajectories of each step since the start or the last `load`."""
+        self.num_warm_up_segments = 0
+        """How many segments `warm_up` was given."""
+        self.is_closed = False
+        """True after `close`."""
+
+    async def train_step(self, segments: Sequence[Segment]) -> StepReport:
+        """See TrainingClient."""
+        await asyncio.sleep(self._step_s)
+        if self._version + 1 == self._fail_at_step:
+            raise TrainingError("the learner is gone")
+        fresh = sum(int((s.train_mask & (s.policy_versions == self._version)).sum()) for s in segments)
+        self.trained.append(tuple(segment.trajectory_id for segment in segments))
+        self._version += 1
+        return StepReport(
+            policy_version=self._version,
+            metrics={"loss": 0.0},
+            num_lag0_tokens=fresh,
+            lag0_ratio_sum=float(fresh),
+        )
+
+    async def publish(self, folder: Path) -> WeightUpdate:
+        """See TrainingClient."""
+        location = folder / f"{self._incarnation}-{self._version:08d}"
+        if not location.exists():
+            with sealed_folder(location) as partial:
+                (partial / "config.json").write_text("{}", encoding="utf-8")
+        digest = hashlib.sha256(location.name.encode()).hexdigest()
+        return WeightUpdate(
+            policy_version=self._version,
+            incarnation=self._incarnation,
+            location=str(location),
+            checksum=f"sha256:{digest}",
+        )
+
+    async def save(self, folder: Path) -> None:
+        """See TrainingClient."""
+        with sealed_folder(folder) as partial:
+            (partial / "state.json").write_text(json.dumps({"version": self._version}), encoding="utf-8")
+
+    async def load(self, folder: Path, *, policy_version: int) -> None:
+        """See TrainingClient."""
+        check_sealed(folder)
+        version = json.loads((folder / "state.json").read_text(encoding="utf-8"))["version"]
+        if version != policy_version:
+            raise TrainingError(f"{folder}: holds version {version}, not {policy_version}")
+        self._version = version
+        self.trained = []
+
+    async def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
+        """See TrainingClient."""
+        self.num_warm_up_segments = len(segments)
+        return {"loss": 0.0}
+
+    async def close(self) -> None:
+        """See TrainingClient."""
+        self.is_closed = True
+
+
+class ScriptedEngines:
+    """Engines that take weights after a while, and are always busy."""
+
+    def __init__(self, *, policy_version: int = 0, incarnation: int = 1, update_s: float = 0.0) -> None:
+        """All at `policy_version`; each update takes `update_s`."""
+        self._update_s = update_s
+        self._started = time.monotonic()
+        self.version = WeightVersion(incarnation=incarnation, policy_version=policy_version)
+        """The weights that requests are answered with now."""
+        self.updates: list[tuple[int, bool]] = []
+        """The version of each update, and whether it drained."""
+
+    @property
+    def min_version(self) -> int:
+        """See Engines."""
+        return self.version.policy_version
+
+    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+        """See Engines."""
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(self._update_s)
+        self.version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
+        self.updates.append((update.policy_version, drain))
+
+    async def health(self) -> GeneratorHealth:
+        """See Engines."""
+        busy_s = time.monotonic() - self._started
+        return GeneratorHealth(version=self.version, num_running=1, num_queued=0, busy_s=busy_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """How one scripted episode goes.
+
+    >>> Play(duration_s=0.5).reward
+    1.0
+    """
+
+    duration_s: float = 0.0
+    """How long it takes; each half of it writes one turn, with the version of that moment."""
+    reward: float = 1.0
+    """Its grade."""
+    num_tokens: int = 4
+    """Sampled tokens per turn."""
+    status: TrajectoryStatus = TrajectoryStatus.COMPLETED
+    """How it ends."""
+    raises: Exception | None = None
+    """Raised in the place of the group, as a fault of the runner's own would be."""
+
+
+class ScriptedRollouts:
+    """Plays groups as `script(task index, member)` says, against the version that the engines have at each turn."""
+
+    def __init__(
+        self, engines: ScriptedEngines, *, group_size: int, script: Callable[[int, int], Play] = lambda *_: Play()
+    ) -> None:
+        self._engines = engines
+        self._group_size = group_size
+        self._script = script
+        self.played: list[str] = []
+        """Every group that was begun, in order."""
+
+    async def __call__(self, task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
+        """See `producer.PlayGroup`."""
+        self.played.append(group_id)
+        members = [self._play(task, group_id, member) for member in range(self._group_size)]
+        return TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(await asyncio.gather(*members)))
+
+    async def _play(self, task: Task, group_id: str, member: int) -> Trajectory:
+        play = self._script(task.seed, member)
+        started_at = time.time()
+        turns = []
+        for index in range(2):
+            await asyncio.sleep(play.duration_s / 2)
+            turns.append(self._turn(play, f"{group_id}-{member}-{index}"))
+        if play.raises is not None:
+            raise play.raises
+        return Trajectory(
+            trajectory_id=f"{group_id}-{member}-0",
+            group_id=group_id,
+            member=member,
+            attempt=0,
+            task_id=task.task_id,
+            turns=tuple(turns),
+            status=play.status,
+            reward=play.reward if play.status.is_scored else None,
+            error=None if play.status.is_scored else f"scripted {play.status}",
+            started_at=started_at,
+            ended_at=time.time(),
+        )
+
+    def _turn(self, play: Play, request_id: str) -> Turn:
+        version = self._engines.version.policy_version
+        completion = Completion(
+            request_id=request_id,
+            token_ids=int32_array(range(play.num_tokens)),
+            logprobs=float32_array([-0.5] * play.num_tokens),
+            policy_versions=int32_array([version] * play.num_tokens),
+            finish_reason="stop",
+        )
+        action = Message(role="assistant", content="scripted")
+        return Turn(new_prompt_token_ids=int32_array([1, 2]), completion=completion, action=action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedTasks:
+    """Tasks whose seed is their index; `num_tasks` of them, or without end.
+
+    >>> NumberedTasks().task(3).seed
+    3
+    """
+
+    num_tasks: int | None = None
+    """How many there are; None: without end."""
+
+    def task(self, index: int) -> Task:
+        """See `producer.TaskSource`."""
+        if self.num_tasks is not None and index >= self.num_tasks:
+            raise IndexError(index)
+        return Task(task_id=f"scripted-{index}", env_id="scripted", seed=index)
