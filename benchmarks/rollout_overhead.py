@@ -22,7 +22,7 @@ from driftgym.agents.tool_agent import AgentConfig, ToolAgent
 from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.slots import EnvSlots
-from driftgym.envs.tools import Tool, Toolset, ToolSchema
+from driftgym.envs.tools import Tool, ToolSchema, Toolset
 from driftgym.types import Message, Task, ToolCall, TrajectoryStatus
 
 MODEL = Path(__file__).parent.parent / "configs" / "models" / "tiny-qwen3"
@@ -30,9 +30,7 @@ BUDGET_MS = 0.25
 TOOL_S = 0.2
 PERSON = {"type": "object", "properties": {"person": {"type": "string"}}, "required": ["person"]}
 SCHEMA = ToolSchema(name="get_room", description="Room number.", parameters=PERSON)
-CALL = Message(
-    role="assistant", tool_calls=(ToolCall(call_id="call_0", name="get_room", arguments={"person": "Rob"}),)
-)
+CALL = Message(role="assistant", tool_calls=(ToolCall(call_id="call_0", name="get_room", arguments={"person": "Rob"}),))
 
 
 class SleepingEnv(ToolEnv):

@@ -20,6 +20,7 @@ from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
 
 AGENT_UID = 1000
 DEFAULT_HOST = "unix:///var/run/docker.sock"
+_PROBE_VERSION = "1.41"
 _REQUEST_TIMEOUT_S = 60
 _NUM_THREADS = 8
 _NUM_OWN_PIDS = 4
@@ -52,17 +53,11 @@ class Engine:
         executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="docker")
         try:
             async with asyncio.timeout(timeout_s):
-                api = await asyncio.get_running_loop().run_in_executor(
-                    executor,
-                    lambda: docker.APIClient(
-                        base_url=host, version="auto", timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS
-                    ),
-                )
+                api = await asyncio.get_running_loop().run_in_executor(executor, _connect, host, timeout_s)
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             executor.shutdown(wait=False)
-            if isinstance(error, TimeoutError):
-                raise SandboxError(f"no Docker engine answers at {host} within {timeout_s} s") from None
-            raise SandboxError(f"no Docker engine answers at {host}: {_first_line(error)}") from None
+            reason = f"within {timeout_s} s" if isinstance(error, TimeoutError) else f"({_first_line(error)})"
+            raise SandboxError(f"no Docker engine answers at {host} {reason}") from None
         return cls(api=api, socket_path=socket_path, executor=executor)
 
     async def call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
@@ -146,9 +141,9 @@ class DockerSandbox(ToolboxSandbox):
                 container_id = await asyncio.shield(creation)
                 stream = await AttachedStream.attach(socket_path=engine.socket_path, container_id=container_id)
                 client = ToolboxClient(name=f"box {container_id[:12]}", write=stream.write)
-                stream.on_output, stream.on_lost = client.feed, client.lose
-                await _start(engine, container_id)
-                await client.wait_ready()
+                stream.listen(on_output=client.feed, on_lost=client.lose)
+                await _start(engine, container_id, spec.image)
+                await _wait_ready(client, spec.image)
         except BaseException as error:
             if stream is not None:
                 stream.close()
@@ -165,6 +160,16 @@ class DockerSandbox(ToolboxSandbox):
             return  # without an engine there is nothing that could be removed, and the reaper comes later
         finally:
             self._stream.close()
+
+
+def _connect(host: str, timeout_s: float) -> Any:
+    """An API client that speaks the engine's own version. Blocks for `timeout_s` at most."""
+    probe = docker.APIClient(base_url=host, version=_PROBE_VERSION, timeout=timeout_s)
+    try:
+        version = probe.version(api_version=False)["ApiVersion"]
+    finally:
+        probe.close()
+    return docker.APIClient(base_url=host, version=version, timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS)
 
 
 async def _create(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) -> str:
@@ -191,14 +196,25 @@ async def _create(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) 
     return container_id
 
 
-async def _start(engine: Engine, container_id: str) -> None:
+async def _start(engine: Engine, container_id: str, image: str) -> None:
     try:
         await engine.call(engine.api.start, container_id)
     except docker.errors.APIError as error:
-        reason = _first_line(error)
-        if "python3" in reason:
-            reason = f"its image holds no python3 ({reason})"
-        raise SandboxError(f"box {container_id[:12]} cannot be started: {reason}") from None
+        raise _start_error(image, _first_line(error)) from None
+
+
+async def _wait_ready(client: ToolboxClient, image: str) -> None:
+    try:
+        await client.wait_ready()
+    except SandboxError as error:
+        raise _start_error(image, str(error)) from None
+
+
+def _start_error(image: str, reason: str) -> SandboxError:
+    """The init process of some engines, and others themselves, say which program is not there."""
+    if "python3" in reason and "No such file" in reason:
+        return SandboxError(f"image {image} holds no python3, which a box needs")
+    return SandboxError(f"a box of image {image} cannot be started: {reason}")
 
 
 async def _undo(engine: Engine, creation: "asyncio.Future[str]") -> None:

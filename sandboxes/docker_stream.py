@@ -14,13 +14,13 @@ _MAX_STDERR_BYTES = 2000
 class AttachedStream(asyncio.Protocol):
     """Standard input, output and error of a container's main process.
 
-    Produces standard output for `on_output`; keeps the end of standard error for `on_lost`, which is called once,
-    with the reason, when the connection ends.
+    Produces standard output for the `on_output` of `listen`, and keeps the end of standard error for its `on_lost`.
     """
 
     def __init__(self) -> None:
-        self.on_output: Callable[[bytes], None] | None = None
-        self.on_lost: Callable[[str], None] | None = None
+        self._on_output: Callable[[bytes], None] | None = None
+        self._on_lost: Callable[[str], None] | None = None
+        self._lost: str | None = None
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
         self._is_attached = False
@@ -49,6 +49,13 @@ class AttachedStream(asyncio.Protocol):
             raise
         return stream
 
+    def listen(self, *, on_output: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+        """Has standard output passed on from its start, and `on_lost` called once, with the reason, at the end."""
+        self._on_output, self._on_lost = on_output, on_lost
+        self._read_frames()
+        if self._lost is not None:
+            on_lost(self._lost)
+
     def write(self, data: bytes) -> None:
         """Writes to standard input."""
         if self._transport is not None:
@@ -67,8 +74,7 @@ class AttachedStream(asyncio.Protocol):
         self._incoming += data
         if not self._is_attached:
             self._read_response()
-        if self._is_attached:
-            self._read_frames()
+        self._read_frames()
 
     def _read_response(self) -> None:
         head, end, rest = bytes(self._incoming).partition(b"\r\n\r\n")
@@ -88,7 +94,7 @@ class AttachedStream(asyncio.Protocol):
             self._attached.set_exception(SandboxError(reason))
 
     def _read_frames(self) -> None:
-        while len(self._incoming) >= _FRAME.size:
+        while self._on_output is not None and self._is_attached and len(self._incoming) >= _FRAME.size:
             kind, size = _FRAME.unpack_from(self._incoming)
             end = _FRAME.size + size
             if len(self._incoming) < end:
@@ -97,12 +103,12 @@ class AttachedStream(asyncio.Protocol):
             del self._incoming[:end]
             if kind != _STDOUT:
                 self._errors = (self._errors + data)[-_MAX_STDERR_BYTES:]
-            elif self.on_output is not None:
-                self.on_output(data)
+            else:
+                self._on_output(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         words = self._errors.decode("utf-8", "replace").strip()
-        reason = f"the container has ended{': ' + words if words else ''}"
-        self._refuse(reason)
-        if self.on_lost is not None:
-            self.on_lost(reason)
+        self._lost = f"the container has ended{': ' + words if words else ''}"
+        self._refuse(self._lost)
+        if self._on_lost is not None:
+            self._on_lost(self._lost)

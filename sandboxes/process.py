@@ -64,6 +64,21 @@ class ProcessSandbox(ToolboxSandbox):
     @classmethod
     async def start(cls, spec: SandboxSpec, *, timeout_s: float) -> "ProcessSandbox":
         """A new box. Raises SandboxError when it does not start in `timeout_s`; then nothing is left."""
+        opening = asyncio.ensure_future(cls._open(spec))
+        try:
+            async with asyncio.timeout(timeout_s):
+                box = await asyncio.shield(opening)
+                await box._client.wait_ready()
+        except BaseException as error:
+            await (await opening).close()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the toolbox did not start within {timeout_s} s") from None
+            raise
+        return box
+
+    @classmethod
+    async def _open(cls, spec: SandboxSpec) -> "ProcessSandbox":
+        """A box that may not serve yet."""
         folders = (tempfile.mkdtemp(prefix="driftgym-work-"), tempfile.mkdtemp(prefix="driftgym-tmp-"))
         log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stream)
         ours, theirs = socket.socketpair()
@@ -72,19 +87,8 @@ class ProcessSandbox(ToolboxSandbox):
         stream = _Stream(log)
         # Nothing arrives before the next pass of the loop, so that the client is in its place by then.
         transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
-        client = ToolboxClient(name=f"box process-{child.pid}", write=transport.write)
-        stream.client = client
-        box = cls(client=client, transport=transport, child=child, folders=folders)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await client.wait_ready()
-        except TimeoutError:
-            await box.close()
-            raise SandboxError(f"the toolbox did not start within {timeout_s} s") from None
-        except BaseException:
-            await box.close()
-            raise
-        return box
+        stream.client = ToolboxClient(name=f"box process-{child.pid}", write=transport.write)
+        return cls(client=stream.client, transport=transport, child=child, folders=folders)
 
     @property
     def pid(self) -> int:

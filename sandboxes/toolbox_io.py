@@ -82,7 +82,9 @@ class Channel:
             yield request, payload
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a frame; what the client does not take at once is kept for later."""
+        """Sends a frame; what the client does not take at once is kept for later. Says nothing once it is closed."""
+        if self.is_closed:
+            return
         text = json.dumps(message).encode()
         was_empty = not self.outgoing
         self.outgoing += HEADER.pack(len(text), len(payload)) + text + payload

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, WORK_DIR, ExecResult, Reply
-from driftgym.sandboxes.toolbox_client import Answer, AskTimeoutError, StartError, ToolboxClient
+from driftgym.sandboxes.toolbox_client import Answer, AskTimeoutError, ProcessGoneError, StartError, ToolboxClient
 
 _FILE_TIMEOUT_S = 30.0
 _RESET_TIMEOUT_S = 30.0
@@ -74,6 +74,9 @@ class ToolboxProcess:
                     key=self._key,
                     max_reply_bytes=max_reply_bytes,
                 )
+            except ProcessGoneError:
+                self._is_alive = False
+                raise
             except AskTimeoutError:
                 self._is_alive = False
                 raise TimeoutError(f"{self._client.name}: no answer within {timeout_s} s") from None

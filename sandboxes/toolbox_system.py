@@ -27,6 +27,7 @@ GROUP_BASE = 1 << 20
 TAG_NAME = "DRIFTGYM_CALL"
 OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 KILL_WAIT_S = 5.0
+ENDED = (b"Z", b"X")
 MAX_STOP_ROUNDS = 100
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "fsize": resource.RLIMIT_FSIZE, "data": resource.RLIMIT_DATA}
 
@@ -66,10 +67,40 @@ def process_table() -> dict[int, int]:
     table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            fields = read_path(f"/proc/{name}/stat").rpartition(b")")[2].split()
-            if len(fields) > 1 and fields[0] not in (b"Z", b"X"):
+            fields = process_fields(int(name))
+            if fields[0] not in ENDED:
                 table[int(name)] = int(fields[1])
     return table
+
+
+def processes_below(pid: int) -> dict[int, int]:
+    """The parent of each process below `pid`. Where the kernel lists children, other processes cost nothing."""
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        table = process_table()
+        return {child: table[child] for child in descendants(table, {pid})}
+    found = {}
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        for child in children_of(parent):
+            if child not in found and process_fields(child)[0] not in ENDED:
+                found[child] = parent
+                pending.append(child)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The children that the threads of a process have; empty when it has ended."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(child) for thread in threads for child in read_path(f"/proc/{pid}/task/{thread}/children").split()]
+
+
+def process_fields(pid: int) -> list[bytes]:
+    """State, parent and so on from /proc/PID/stat; a process that has ended is a zombie here."""
+    return read_path(f"/proc/{pid}/stat").rpartition(b")")[2].split() or [b"Z", b"0"]
 
 
 def descendants(table: dict[int, int], roots: set[int]) -> set[int]:
@@ -93,13 +124,15 @@ def send_signal(pid: int, number: int) -> None:
 def kill_all(find: Callable[[], set[int]]) -> None:
     """Kills all that `find` returns. First stops them until it finds nothing new: what is stopped cannot fork."""
     stopped: set[int] = set()
+    num_quiet = 0
     for _ in range(MAX_STOP_ROUNDS):
         new = find() - stopped
-        if not new:
-            break
         for pid in new:
             send_signal(pid, signal.SIGSTOP)
         stopped |= new
+        num_quiet = 0 if new else num_quiet + 1
+        if num_quiet == 2:  # one look can miss the child of a process that ends meanwhile
+            break
     for pid in stopped:
         send_signal(pid, signal.SIGKILL)
 
@@ -129,7 +162,7 @@ class ProcessTrees:
         deadline = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < deadline:
             if self.is_local:
-                kill_all(self.all_processes)
+                kill_all(lambda: set(self.all_processes()))
             else:
                 send_signal(-1, signal.SIGKILL)  # within the container: all but process 1 and the toolbox
             reap()
@@ -138,19 +171,20 @@ class ProcessTrees:
             time.sleep(0.001)
         return False
 
-    def all_processes(self) -> set[int]:
-        """Every process of the box but the toolbox (and a container's process 1)."""
-        table = process_table()
+    def all_processes(self) -> dict[int, int]:
+        """The parent of every process of the box but the toolbox (and a container's process 1)."""
         if self.is_local:
-            return descendants(table, {os.getpid()})
-        return set(table) - {1, os.getpid()}
+            return processes_below(os.getpid())
+        table = process_table()
+        for pid in (1, os.getpid()):
+            table.pop(pid, None)
+        return table
 
     def tree_of(self, key: int, root: int, other_roots: set[int]) -> set[int]:
         """What came from `root`; of a local box also orphans that hide where they came from."""
-        table = process_table()
-        candidates = descendants(table, {os.getpid()}) if self.is_local else set(table) - {1, os.getpid()}
-        found = {root} & candidates
-        for pid in candidates - other_roots:
+        table = self.all_processes()
+        found = {root} & set(table)
+        for pid in set(table) - other_roots:
             tag = self.tag_of(pid)
             if tag == key or (tag is None and table[pid] == os.getpid()):
                 found.add(pid)

@@ -191,6 +191,8 @@ class Trainer:
             except RunInterruptedError:
                 await self._write_checkpoint()
                 raise
+            finally:
+                self._clock.end_loop()
         await self._write_checkpoint()
 
     async def _step(self) -> None:

@@ -31,11 +31,16 @@ class RunClock:
         self.generator_busy_s = float(last_row.get("generator_busy_s", 0.0))
         self._started = time.monotonic()
         self._loop_started: float | None = None
+        self._loop_ended: float | None = None
         self._busy_before: tuple[float, float] | None = None
 
     def start_loop(self) -> None:
         """The parts are there: idle shares are counted from here."""
         self._loop_started = time.monotonic()
+
+    def end_loop(self) -> None:
+        """No further step: closing the parts is nobody's idleness."""
+        self._loop_ended = time.monotonic()
 
     @property
     def wall_s(self) -> float:
@@ -47,7 +52,7 @@ class RunClock:
         """All loops, without starting up."""
         if self._loop_started is None:
             return self._loop_before_s
-        return self._loop_before_s + time.monotonic() - self._loop_started
+        return self._loop_before_s + (self._loop_ended or time.monotonic()) - self._loop_started
 
     def saw_busy(self, busy_s: float, *, at: float) -> None:
         """The generators reported that they were busy for `busy_s` since their start, at monotonic time `at`."""

@@ -86,6 +86,7 @@ class EmbeddedServer:
         try:
             await server._wait_until_ready(timeout_s)
         except BaseException:
+            server.kill()
             await asyncio.shield(server.close(timeout_s=_START_CLOSE_S))
             raise
         return server
@@ -129,6 +130,11 @@ class EmbeddedServer:
         lines = self._errors.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_ERROR_LINES:])
 
+    def kill(self) -> None:
+        """Ends the server at once; nothing happens when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def close(self, *, timeout_s: float) -> None:
         """Ends the server: closes its input, which it takes as the end; kills it past `timeout_s`."""
         if self._process.stdin is not None:
@@ -137,8 +143,7 @@ class EmbeddedServer:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
         finally:
             self._errors.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -48,11 +49,9 @@ class GeneratorPool:
         """
         if not generators:
             raise ValueError("a pool needs a generator")
-        self._members = [
-            Member(generator, name=str(i), policy_version=policy_version) for i, generator in enumerate(generators)
-        ]
+        self._names = itertools.count()
+        self._members = [self._member(generator, policy_version) for generator in generators]
         self._num_places = len(generators)
-        self._num_started = len(generators)
         self._latest_version = policy_version
         self._latest_update: WeightUpdate | None = None
         self._router = Router()
@@ -61,8 +60,8 @@ class GeneratorPool:
         self._num_restarts_left = max_restarts if restart is not None else 0
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._restarting: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._restarting = _Background(self._changed.set)
+        self._closing = _Background(self._changed.set)
         self._last_busy_s: dict[str, float] = {}
         self._is_paused = False
         self._is_closed = False
@@ -70,6 +69,9 @@ class GeneratorPool:
         """Requests that were sent to another engine after one failed."""
         self.num_lost = 0
         """Engines that were taken out."""
+
+    def _member(self, generator: Generator, policy_version: int) -> Member:
+        return Member(generator, name=str(next(self._names)), policy_version=policy_version)
 
     @property
     def min_version(self) -> int:
@@ -129,19 +131,15 @@ class GeneratorPool:
             if fit:
                 return self._router.route(session_id, fit)
             others = [m for m in self._members if m not in failed]
-            if self._is_closed or not (others or self._restarting):
+            if self._is_closed or not (others or self._restarting.is_busy):
                 raise error or GeneratorError("no generator is left")
-            self._changed.clear()
             try:
-                async with asyncio.timeout(deadline_s - time.monotonic()):
-                    await self._changed.wait()
+                await self._wait_for_change(deadline_s)
             except TimeoutError:
                 raise error or GeneratorError(f"no generator came to version {min_policy_version} in time") from None
 
     async def _take_out_if_dead(self, member: Member, error: GeneratorError) -> None:
         """After a failed request: an engine that does not say how it stands is gone."""
-        if member not in self._members:
-            return
         try:
             async with asyncio.timeout(_HEALTH_S):
                 await member.generator.health()
@@ -154,21 +152,11 @@ class GeneratorPool:
         self._members.remove(member)
         self.num_lost += 1
         _LOGGER.warning("generator %s is taken out, %d are left: %s", member.name, len(self._members), error)
-        self._start_task(_close_quietly(member.generator), self._closing)
+        self._closing.start(_close_quietly(member.generator))
         if self._num_restarts_left and not self._is_closed:
             self._num_restarts_left -= 1
-            self._start_task(self._start_another(), self._restarting)
+            self._restarting.start(self._start_another())
         self._changed.set()
-
-    def _start_task(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        tasks.add(task)
-
-        def forget(ended: asyncio.Task[None]) -> None:
-            tasks.discard(ended)
-            self._changed.set()
-
-        task.add_done_callback(forget)
 
     async def _start_another(self) -> None:
         """Asks `restart` for an engine, and lets it in once it has the latest weights. Its end wakes who waits."""
@@ -194,24 +182,23 @@ class GeneratorPool:
                 version = self._latest_version
             if self._is_paused:
                 await generator.pause()
-            member = Member(generator, name=str(self._num_started), policy_version=version)
-            self._num_started += 1
+            member = self._member(generator, version)
             self._members.append(member)
             _LOGGER.warning("generator %s joins with weights %d", member.name, version)
 
     async def abort(self, request_id: str | None = None) -> None:
         """As `Generator.abort`."""
-        await self._everywhere(lambda generator: generator.abort(request_id))
+        await self._each(lambda member: member.generator.abort(request_id))
 
     async def pause(self) -> None:
         """As `Generator.pause`."""
         self._is_paused = True
-        await self._everywhere(lambda generator: generator.pause())
+        await self._each(lambda member: member.generator.pause())
 
     async def resume(self) -> None:
         """As `Generator.resume`."""
         self._is_paused = False
-        await self._everywhere(lambda generator: generator.resume())
+        await self._each(lambda member: member.generator.resume())
 
     async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
         """Brings every engine to the version; one that fails is taken out, which is logged.
@@ -231,15 +218,8 @@ class GeneratorPool:
             await self._each(bring)
         await self._wait_for_a_member(deadline_s)
 
-    async def _everywhere(self, call: Callable[[Generator], Awaitable[None]]) -> None:
-        async def on_member(member: Member) -> None:
-            await call(member.generator)
-
-        await self._each(on_member)
-        await self._wait_for_a_member(time.monotonic() + self._restart_timeout_s)
-
-    async def _each(self, call: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
-        """Runs `call` on all engines at once, and takes out those on which it fails."""
+    async def _each(self, call: Callable[[Member], Awaitable[None]]) -> None:
+        """Runs `call` on all engines at once, and takes out those on which it fails. Raises when none is left."""
         members = list(self._members)
         results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
         for member, result in zip(members, results, strict=True):
@@ -247,22 +227,26 @@ class GeneratorPool:
                 self._take_out(member, result)
             elif isinstance(result, BaseException):
                 raise result
+        if not (self._members or self._restarting.is_busy):
+            raise GeneratorError("no generator is left")
 
     async def _wait_for_a_member(self, deadline_s: float) -> None:
-        while not self._members:
-            if not self._restarting:
-                raise GeneratorError("no generator is left")
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(deadline_s - time.monotonic()):
-                    await self._changed.wait()
-            except TimeoutError:
-                raise GeneratorError("no generator is left, and none could be started in time") from None
+        with contextlib.suppress(TimeoutError):
+            while not self._members and self._restarting.is_busy:
+                await self._wait_for_change(deadline_s)
+        if not self._members:
+            raise GeneratorError("no generator is left, and none could be started in time")
+
+    async def _wait_for_change(self, deadline_s: float) -> None:
+        self._changed.clear()
+        async with asyncio.timeout(deadline_s - time.monotonic()):
+            await self._changed.wait()
 
     async def health(self) -> GeneratorHealth:
         """The pool as one engine: the lowest version, sums of requests, and the mean of the busy seconds.
 
-        An engine that does not answer is taken out, as in every other call."""
+        An engine that does not answer is taken out, as in every other call.
+        """
         healths: list[GeneratorHealth] = []
 
         async def ask(member: Member) -> None:
@@ -273,13 +257,9 @@ class GeneratorPool:
         await self._each(ask)
         if not healths:
             raise GeneratorError("no generator is left")
-        return GeneratorHealth(
-            version=WeightVersion(incarnation=healths[0].version.incarnation, policy_version=self.min_version),
-            num_running=sum(health.num_running for health in healths),
-            num_queued=sum(health.num_queued for health in healths),
-            # Lost engines count with what they last said.
-            busy_s=sum(self._last_busy_s.values()) / self._num_places,
-        )
+        # Lost engines count with what they last said.
+        busy_s = sum(self._last_busy_s.values()) / self._num_places
+        return _combined(healths, policy_version=self.min_version, busy_s=busy_s)
 
     async def close(self) -> None:
         """Closes every engine. Requests under way raise GeneratorError."""
@@ -288,12 +268,49 @@ class GeneratorPool:
         await asyncio.shield(self._close_all())
 
     async def _close_all(self) -> None:
-        for task in self._restarting:
-            task.cancel()
+        self._restarting.cancel()
         members, self._members = self._members, []
         await asyncio.gather(*(_close_quietly(member.generator) for member in members))
-        if tasks := self._restarting | self._closing:
-            await asyncio.wait(tasks)
+        await self._restarting.wait()
+        await self._closing.wait()
+
+
+class _Background:
+    """Tasks that nobody waits for until the end. None of them raises."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._on_end = on_end
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._on_end()
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+def _combined(healths: Sequence[GeneratorHealth], *, policy_version: int, busy_s: float) -> GeneratorHealth:
+    return GeneratorHealth(
+        version=WeightVersion(incarnation=healths[0].version.incarnation, policy_version=policy_version),
+        num_running=sum(health.num_running for health in healths),
+        num_queued=sum(health.num_queued for health in healths),
+        busy_s=busy_s,
+    )
 
 
 async def _close_quietly(generator: Generator) -> None:

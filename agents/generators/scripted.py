@@ -145,19 +145,22 @@ class ScriptedGenerator:
             raise GeneratorError("the scripted generator fails as it was told")
 
     async def _write_slowly(self, planned: list[int], running: _Running, request_id: str, deadline_s: float) -> None:
-        with self._registered(request_id, running):
-            try:
+        try:
+            with self._registered(request_id, running):
                 async with asyncio.timeout(deadline_s - time.monotonic()):
-                    for token_id in planned:
-                        await self._wait_to_go_on(running)
-                        await asyncio.sleep(self._token_latency_s)
-                        await self._wait_to_go_on(running)
-                        if running.is_aborted:
-                            return
-                        running.token_ids.append(token_id)
-                        running.policy_versions.append(self._version.policy_version)
-            except TimeoutError:
-                raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
+                    await self._write(planned, running)
+        except TimeoutError:
+            raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
+
+    async def _write(self, planned: list[int], running: _Running) -> None:
+        for token_id in planned:
+            await self._wait_to_go_on(running)
+            await asyncio.sleep(self._token_latency_s)
+            await self._wait_to_go_on(running)
+            if running.is_aborted:
+                return
+            running.token_ids.append(token_id)
+            running.policy_versions.append(self._version.policy_version)
 
     async def _wait_to_go_on(self, running: _Running) -> None:
         began = time.monotonic()

@@ -5,7 +5,7 @@ Exit codes: 0 when it did what it was asked, 1 when it failed, 2 on bad input, 1
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -29,10 +29,14 @@ app.add_typer(env_app, name="env")
 app.add_typer(sandbox_app, name="sandbox")
 
 
-def main() -> NoReturn:
-    """The console script: runs a command, and turns its errors into one line and an exit code."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script: runs a command, and turns its errors into one line and an exit code.
+
+    Args:
+        arguments: the words after the program's name; those that it was called with when None.
+    """
     try:
-        app(standalone_mode=True)
+        app(args=arguments)
     except ConfigError as error:
         _fail(error, _EXIT_BAD_INPUT)
     except DriftgymError as error:

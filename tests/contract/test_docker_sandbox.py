@@ -117,7 +117,7 @@ async def test_fork_bomb_meets_the_process_limit(box: DockerSandbox) -> None:
     assert result.timed_out
     assert (await box.exec("echo on", timeout_s=20)).stdout == "on\n"
     await box.exec("for i in $(seq 100); do sleep 100 & done", timeout_s=5)
-    assert int((await docker_stats_pids(box))) <= 36
+    assert await docker_stats_pids(box) <= 36
     await box.reset()
     assert (await box.exec("echo on")).stdout == "on\n"
 
@@ -234,11 +234,17 @@ async def test_starts_of_two_owners_do_not_collide(run_provider: DockerProvider,
     assert len(await boxes_of_run(run_provider, run_id)) == 7
 
 
-async def test_sweep_removes_the_boxes_of_dead_owners_alone(run_provider: DockerProvider, run_id: str) -> None:
+def dead_owner() -> str:
+    """The label of an owner that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    dead = f"{socket.gethostname()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
+    label = f"{socket.gethostname()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
     ended.communicate()
-    elsewhere = f"another-host:{ended.pid}:1"
+    return label
+
+
+async def test_sweep_removes_the_boxes_of_dead_owners_alone(run_provider: DockerProvider, run_id: str) -> None:
+    dead = dead_owner()
+    elsewhere = "another-host:" + dead.split(":", 1)[1]
     mine = await run_provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
     api = run_provider.engine.api
     others = {}

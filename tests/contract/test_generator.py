@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from driftgym.agents.generators.base import Generator, WeightVersion
 from driftgym.agents.generators.launch import GeneratorConfig, start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import ScriptedGenerator
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 100
 INCARNATION = 2
@@ -52,7 +53,7 @@ def scripted() -> ScriptedGenerator:
     )
 
 
-@pytest.fixture(params=["scripted", "embedded", "pool"])
+@pytest.fixture(params=["scripted", pytest.param("embedded", marks=pytest.mark.slow), "pool"])
 async def generator(request: pytest.FixtureRequest, folders: list[Path]) -> AsyncIterator[Generator]:
     made: Generator
     if request.param == "scripted":
@@ -86,7 +87,7 @@ def check(completion: Completion, *, length: int) -> None:
 
 async def until_running(generator: Generator, count: int) -> None:
     async with asyncio.timeout(30):
-        while (await generator.health()).num_running < count:
+        while (await generator.health()).num_running < count:  # noqa: ASYNC110  # polls what has no event
             await asyncio.sleep(0.005)
 
 

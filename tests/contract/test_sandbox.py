@@ -11,7 +11,7 @@ from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 async def test_exec_returns_output_and_exit_code(box: Sandbox) -> None:
     result = await box.exec(["echo", "hello", "there"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "hello there\n", "")
-    assert not (result.timed_out or result.oom_killed or result.output_truncated)
+    assert not any((result.timed_out, result.oom_killed, result.output_truncated))
     assert 0 <= result.duration_s < 60
 
 

@@ -14,14 +14,14 @@ from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, Sandbox, SandboxProvider, SandboxSpec
 
 LINE_SERVER = """
-import sys, time
+import os, sys, time
 for line in sys.stdin:
     word = line.strip()
     if word == "die": sys.exit(3)
     if word == "flood": [sys.stdout.write("y" * 1_000_000) for _ in range(20)]
     if word == "endless":
         while True: sys.stdout.write("z" * 65536)
-    if word == "close": sys.stdout.close(); time.sleep(60)
+    if word == "close": os.close(1); time.sleep(60)
     if word == "two": sys.stdout.write("first\\n")
     if word == "bytes": sys.stdout.flush(); sys.stdout.buffer.write(b"\\xff\\xfe")
     sys.stdout.write(word + "\\n"); sys.stdout.flush()
@@ -161,6 +161,10 @@ async def test_flooded_reply_is_cut_and_the_next_is_right(real_box: Sandbox) -> 
     assert (await process.ask("bytes", timeout_s=10)).text == "\ufffd\ufffdbytes"
     assert (await process.ask("two", timeout_s=10)).text == "first"
     assert (await process.ask("late", timeout_s=10)).text == "two"
+    assert (await process.ask("later", timeout_s=10)).text == "late"
+    assert (await process.ask("next", timeout_s=10)).text == "later"
+    await process.kill()
+    process = await real_box.spawn(SERVER_ARGV)
     with pytest.raises(TimeoutError):
         await process.ask("endless", timeout_s=0.5, max_reply_bytes=1000)
     assert (await real_box.exec("echo on")).stdout == "on\n"
@@ -217,8 +221,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 async def test_killed_owner_leaves_nothing(real_provider: SandboxProvider) -> None:
-    owner = subprocess.Popen([sys.executable, "-P", "-c", OWNER, real_provider.kind], stdout=subprocess.PIPE, text=True)
-    with owner:
+    with start_owner(real_provider.kind) as owner:
         assert owner.stdout is not None
         sandbox_ids = (await asyncio.to_thread(owner.stdout.readline)).split()
         folders = process_folders(sandbox_ids)
@@ -230,6 +233,11 @@ async def test_killed_owner_leaves_nothing(real_provider: SandboxProvider) -> No
             return
         await asyncio.sleep(0.1)
     pytest.fail(f"left: boxes {left}, processes {sleepers()}, folders {folders}")
+
+
+def start_owner(kind: str) -> "subprocess.Popen[str]":
+    """A process that owns two boxes, and prints their ids."""
+    return subprocess.Popen([sys.executable, "-P", "-c", OWNER, kind], stdout=subprocess.PIPE, text=True)
 
 
 def process_folders(sandbox_ids: list[str]) -> list[Path]:

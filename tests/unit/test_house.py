@@ -82,15 +82,26 @@ def test_what_is_public_has_a_docstring(path: Path) -> None:
     assert [name for name, documented in public_definitions(path) if not documented] == []
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_readme_of_a_room_has_a_line_per_file(room: str) -> None:
-    text = (ROOT / room / "README.md").read_text(encoding="utf-8")
-    files = [path.relative_to(ROOT / room) for path in (ROOT / room).rglob("*.py") if path.name != "__init__.py"]
-    missing = [str(path) for path in files if f"`{path.name}`" not in text and f"`{path}`" not in text]
-    assert missing == []
-    named = set(re.findall(r"`([a-z_/]+\.py)`", text))
-    known = {path.name for path in files} | {str(path) for path in files} | {"__init__.py"}
-    assert sorted(named - known) == []
+def readme_folders() -> list[Path]:
+    return [readme.parent for room in ROOMS for readme in sorted((ROOT / room).rglob("README.md"))]
+
+
+def nearest_readme(path: Path) -> Path:
+    return next(folder for folder in path.parents if folder in readme_folders())
+
+
+@pytest.mark.parametrize("folder", readme_folders(), ids=relative)
+def test_a_readme_has_a_line_per_file(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    files = [path for path in folder.rglob("*.py") if path.name != "__init__.py" and nearest_readme(path) == folder]
+    names = {str(path.relative_to(folder)) for path in files}
+    assert sorted(name for name in names if f"`{name}`" not in text and f"`{Path(name).name}`" not in text) == []
+    known = names | {Path(name).name for name in names} | {"__init__.py"}
+    assert sorted(set(re.findall(r"`([a-z_/]+\.py)`", text)) - known) == []
+
+
+def test_every_room_has_a_readme() -> None:
+    assert {folder for folder in readme_folders() if folder.parent == ROOT} == {ROOT / room for room in ROOMS}
 
 
 IMPORT_ALL = """

@@ -161,8 +161,7 @@ class Engine:
         elif mode == "retract":
             self._retract()
         now = time.monotonic()
-        for request in self._slots.requests[: self.num_running]:
-            assert request is not None
+        for request in self._slots.active_requests():
             request.start_waiting(now)
         self._note_busy()
 
@@ -178,8 +177,7 @@ class Engine:
         """Goes on after `pause`; nothing happens when it was not paused."""
         self.is_paused = False
         now = time.monotonic()
-        for request in self._slots.requests[: self.num_running]:
-            assert request is not None
+        for request in self._slots.active_requests():
             request.stop_waiting(now)
 
     def update_weights(self, folder: Path, *, version: str, flush_cache: bool) -> None:

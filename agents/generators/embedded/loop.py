@@ -31,8 +31,9 @@ class EngineLoop:
             if not self.engine.has_work:
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            self.engine.step()
+            else:
+                self.engine.step()
+            # After waking, too: what arrives together is read together, and who resumed gets its answer first.
             for _ in range(_TURNS_PER_STEP):
                 await asyncio.sleep(0)
 

@@ -30,6 +30,9 @@ from driftgym.errors import ConfigError
 _MAX_BODY_BYTES = 64 * 2**20
 _PAUSE_MODES = ("abort", "retract", "in_place")
 _EXIT_GRACE_S = 5.0
+_MAX_PREFILL_TOKENS = 8192
+_MIN_PREFILL_TOKENS = 256
+_STEP_FLOP = 1e11  # one to five seconds of one core
 
 
 class GeneratorServer:
@@ -176,8 +179,17 @@ def serve(
         max_batch_size=max_batch_size,
         max_context_tokens=max_context_tokens,
         weight_version=weight_version,
+        max_prefill_tokens=_max_prefill_tokens(module),
     )
     asyncio.run(_serve(engine, model_path=model, host=host, port=port, exit_with_stdin=exit_with_stdin))
+
+
+def _max_prefill_tokens(module: Any) -> int:
+    """How many prompt tokens one step may read: on the CPU so few that HTTP is answered again within seconds."""
+    if module.device.type != "cpu":
+        return _MAX_PREFILL_TOKENS
+    affordable = int(_STEP_FLOP / (2 * module.num_parameters()))
+    return min(_MAX_PREFILL_TOKENS, max(_MIN_PREFILL_TOKENS, affordable))
 
 
 async def _serve(engine: Engine, *, model_path: str, host: str, port: int, exit_with_stdin: bool) -> None:
@@ -193,9 +205,7 @@ async def _serve(engine: Engine, *, model_path: str, host: str, port: int, exit_
 
 
 @contextlib.asynccontextmanager
-async def listening(
-    loop: EngineLoop, *, model_path: str, host: str = "127.0.0.1", port: int = 0
-) -> AsyncIterator[str]:
+async def listening(loop: EngineLoop, *, model_path: str, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Answers HTTP for `loop`, which the caller runs, while the context is open; yields the server's root.
 
     Raises:
@@ -214,8 +224,8 @@ async def listening(
             await web.TCPSite(runner, host, port, backlog=1024).start()
         except OSError as error:
             raise ConfigError(f"{host}:{port}: cannot listen there: {error.strerror}") from None
-        bound = runner.addresses[0]
-        yield f"http://{bound[0]}:{bound[1]}"
+        address, bound_port = runner.addresses[0][:2]
+        yield f"http://[{address}]:{bound_port}" if ":" in address else f"http://{address}:{bound_port}"
     finally:
         await runner.cleanup()
 

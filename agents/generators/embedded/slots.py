@@ -153,6 +153,10 @@ class SlotTable:
             self.swap(row, self.num_active)
         return request
 
+    def active_requests(self) -> list[Request]:
+        """Those that have a slot."""
+        return [request for request in self.requests[: self.num_active] if request is not None]
+
     def drop_kv(self) -> None:
         """Forgets the KV of all slots."""
         self.state["kv_length"] = 0

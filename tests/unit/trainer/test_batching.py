@@ -1,6 +1,7 @@
 """Any split and any padding give the same loss and the same gradients; log-probs are those of the whole model."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from driftgym.trainer.gradients import PassSettings, accumulate_gradients
 from driftgym.trainer.learner_config import PpoConfig, ReinforceConfig, TisConfig
 from driftgym.trainer.model_loading import load_model, trained_parameters
 from driftgym.trainer.models import ModelConfig
-from driftgym.trainer.objectives import token_weights
+from driftgym.trainer.objectives import ratio_metrics, token_weights
 
 _CPU = torch.device("cpu")
 _OBJECTIVES = {"reinforce": ReinforceConfig(), "ppo": PpoConfig(), "tis": TisConfig()}
@@ -111,6 +112,24 @@ def test_the_temperature_divides_the_logits(make_segment):
     batch = micro_batch(_rows([segment]), policy_version=0, device=_CPU)
     scores = score_tokens(_FixedHead([2.0, 1.0, 0.0]), batch, temperature=0.5)
     assert scores.logprobs.item() == pytest.approx(-2.1429, abs=1e-4)
+
+
+def test_worked_example_of_020_at_version_3_that_is_026_at_version_5(make_segment):
+    segment = make_segment(seed=0, num_prompt=1, spans=(1, 0, 0), version=3)
+    segment = dataclasses.replace(segment, token_ids=[0, 1], behaviour_logprobs=[0.0, math.log(0.20)])
+    settings = PassSettings(objective=TisConfig(), temperature=1.0, max_tokens=100, device=_CPU)
+    model = _FixedHead([math.log(0.30), math.log(0.26), math.log(0.44)])
+    with torch.no_grad():
+        batch = micro_batch(_rows([segment]), policy_version=5, device=_CPU)
+        assert batch.lags.tolist() == [2]
+        logprobs = score_tokens(model, batch, temperature=settings.temperature).logprobs
+    assert ratio_metrics(batch.tokens(logprobs))["ratio_mean"] == pytest.approx(1.3, rel=1e-6)
+    inert = dataclasses.replace(segment, advantages=[0.0, 0.0])
+    report = accumulate_gradients(model, _rows([inert]), policy_version=5, settings=settings)
+    assert report.metrics()["ratio_mean"] == pytest.approx(1.3, rel=1e-6)
+    assert report.lag0() == (0, 0.0)
+    count, ratio_sum = accumulate_gradients(model, _rows([inert]), policy_version=3, settings=settings).lag0()
+    assert (count, ratio_sum) == (1, pytest.approx(1.3, rel=1e-6))
 
 
 def test_what_a_tool_said_gets_no_gradient_of_its_own(model, ragged):

@@ -1,16 +1,15 @@
 """Embedded servers as child processes: they start, they die, and they end with their parent."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pydantic
 import pytest
+
 from driftgym.agents.generators.launch import EmbeddedServer, GeneratorConfig, connect_sglang, start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.sglang import SGLangGenerator
@@ -90,19 +89,20 @@ async def test_a_server_ends_with_its_parent(model_of, save_model):
         "    await asyncio.sleep(3600)\n"
         "asyncio.run(main())\n"
     )
-    parent = subprocess.Popen([sys.executable, "-P", "-c", script, str(folder)], stdout=subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", script, str(folder), stdout=asyncio.subprocess.PIPE
+    )
     try:
         assert parent.stdout is not None
-        pid = int(await asyncio.to_thread(parent.stdout.readline))
+        pid = int(await parent.stdout.readline())
         assert is_running(pid)
     finally:
         parent.kill()
-        parent.wait()
-        with contextlib.suppress(AttributeError):
-            parent.stdout.close()
+        await parent.wait()
     await until_ended(pid)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_at_its_start_says_why(tmp_path):
     with pytest.raises(GeneratorError, match=r"exit code 2(.|\n)*no model here"):
         await EmbeddedServer.start(tmp_path, CONFIG, incarnation=1, policy_version=0, timeout_s=START_S)

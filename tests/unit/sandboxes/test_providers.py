@@ -1,0 +1,78 @@
+"""Which boxes a run uses, and what is said about it."""
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from driftgym.errors import ConfigError, SandboxError
+from driftgym.sandboxes.base import SandboxConfig, SandboxSpec
+from driftgym.sandboxes.providers import ProcessProvider, open_provider
+
+
+async def test_process_is_taken_when_asked_for_and_said() -> None:
+    said: list[str] = []
+    provider = await open_provider(SandboxConfig(kind="process"), say=said.append)
+    await provider.close()
+    assert provider.kind == "process"
+    assert "trusted code only" in said[0]
+
+
+async def test_auto_without_an_engine_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    said: list[str] = []
+    provider = await open_provider(SandboxConfig(), say=said.append)
+    await provider.close()
+    assert provider.kind == "process"
+    assert len(said) == 1
+    assert "no Docker engine answers" in said[0]
+    with pytest.raises(ConfigError, match=r"^sandbox\.kind: no Docker engine answers[^\n]*$"):
+        await open_provider(SandboxConfig(kind="docker"), say=said.append)
+
+
+async def test_engine_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = str(tmp_path / "mute.sock")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        with pytest.raises(ConfigError, match="no Docker engine answers"):
+            await open_provider(SandboxConfig(kind="docker"), say=lambda text: None)
+
+
+async def test_engine_elsewhere_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="unix socket"):
+        await open_provider(SandboxConfig(kind="docker"), say=lambda text: None)
+
+
+async def test_closed_provider_starts_nothing() -> None:
+    provider = ProcessProvider()
+    box = await provider.start(SandboxSpec(), timeout_s=60)
+    await provider.close()
+    with pytest.raises(SandboxError):
+        await box.exec(["true"])
+    with pytest.raises(SandboxError, match="closed"):
+        await provider.start(SandboxSpec(), timeout_s=60)
+
+
+async def test_start_that_is_too_slow_or_cancelled_leaves_nothing() -> None:
+    provider = ProcessProvider()
+    with pytest.raises(SandboxError, match="did not start"):
+        await provider.start(SandboxSpec(), timeout_s=0.0001)
+    task = asyncio.ensure_future(provider.start(SandboxSpec(), timeout_s=60))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await provider.list() == []
+    await provider.close()
+
+
+async def test_boxes_start_no_threads() -> None:
+    provider = ProcessProvider()
+    await provider.start(SandboxSpec(), timeout_s=60)
+    await provider.close()
+    assert threading.active_count() == 1 or all(not t.name.startswith("driftgym") for t in threading.enumerate())

@@ -1,0 +1,229 @@
+"""The hub: rows are never lost in the file, and a sink that is slow, broken or dead changes only a count."""
+
+import importlib.util
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driftgym.errors import ConfigError, DriftgymError
+from driftgym.metrics import (
+    ConsoleSink,
+    JsonlWriter,
+    Metrics,
+    MetricsConfig,
+    WandbSink,
+    check_metrics,
+    split_lost_rows,
+    step_line,
+)
+
+
+class ListSink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.lines: list[str] = []
+        self.is_closed = False
+
+    def write(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def show(self, text: str) -> None:
+        self.lines.append(text)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class SlowSink(ListSink):
+    """Takes its time for each row."""
+
+    def write(self, row: Any) -> None:
+        time.sleep(3)
+
+
+class RaisingSink(ListSink):
+    """Refuses every row, and raises at the end too."""
+
+    def write(self, row: Any) -> None:
+        raise OSError("no route to host")
+
+    def close(self) -> None:
+        raise OSError("no route to host")
+
+
+class DeadSink(ListSink):
+    """Never returns, also at the end."""
+
+    def write(self, row: Any) -> None:
+        threading.Event().wait()
+
+
+class DecreasingStepSink(ListSink):
+    """Refuses a step below one that it has seen."""
+
+    def write(self, row: Any) -> None:
+        if self.rows and row["step"] < self.rows[-1]["step"]:
+            raise ValueError("step decreases")
+        super().write(row)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_reaches_the_file_and_every_sink(tmp_path: Path) -> None:
+    sinks = [ListSink(), ListSink()]
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), sinks)
+    for step in range(1, 51):
+        metrics.log({"step": step, "reward_mean": step / 10, "nested": {"a": [1, 2.5]}})
+    metrics.say("news")
+    metrics.close(timeout_s=5)
+    assert [row["step"] for row in rows_of(tmp_path / "m.jsonl")] == list(range(1, 51))
+    for sink in sinks:
+        assert len(sink.rows) == 50
+        assert sink.lines == ["news"]
+        assert sink.is_closed
+    assert metrics.dropped_metrics == 0
+
+
+@pytest.mark.parametrize("sink_type", [SlowSink, RaisingSink, DeadSink])
+def test_a_bad_sink_costs_no_time_and_only_a_count(tmp_path: Path, sink_type: type[ListSink]) -> None:
+    good = ListSink()
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink_type(), good])
+    started = time.monotonic()
+    for step in range(20):
+        metrics.log({"step": step})
+    assert time.monotonic() - started < 2
+    metrics.close(timeout_s=0.5)
+    assert time.monotonic() - started < 5
+    assert len(rows_of(tmp_path / "m.jsonl")) == len(good.rows) == 20
+    assert metrics.dropped_metrics == 20
+
+
+def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [DeadSink()])
+    for step in range(1000):
+        metrics.log({"step": step})
+    assert 700 <= metrics.dropped_metrics <= 744
+    metrics.close(timeout_s=0.1)
+    rows = rows_of(tmp_path / "m.jsonl")
+    assert len(rows) == 1000
+    assert rows[-1]["dropped_metrics"] > 0
+    assert metrics.dropped_metrics == 1000
+
+
+def test_steps_that_come_again_after_a_resume_are_marked_by_the_life_and_lost_ones_set_aside(tmp_path: Path) -> None:
+    """Crash at 12, resume from 10: the file has each step once, the lost rows are kept apart, no row is refused."""
+    path, lost = tmp_path / "m.jsonl", tmp_path / "lost.jsonl"
+    first, second = DecreasingStepSink(), DecreasingStepSink()
+    metrics = Metrics(JsonlWriter(path), [first])
+    for step in range(1, 13):
+        metrics.log({"step": step, "incarnation": 1})
+        metrics.say("a rollout ended")
+    metrics.close(timeout_s=5)
+    assert split_lost_rows(path, lost, last_step=10) == 2
+    metrics = Metrics(JsonlWriter(path), [second])
+    for step in range(11, 15):
+        metrics.log({"step": step, "incarnation": 2})
+    metrics.close(timeout_s=5)
+    assert metrics.dropped_metrics == 0
+    assert [row["step"] for row in rows_of(path)] == list(range(1, 15))
+    assert [(row["step"], row["incarnation"]) for row in rows_of(lost)] == [(11, 1), (12, 1)]
+
+
+def test_a_torn_last_line_is_set_aside(tmp_path: Path) -> None:
+    path, lost = tmp_path / "m.jsonl", tmp_path / "lost.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
+    assert split_lost_rows(path, lost, last_step=9) == 1
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert lost.read_bytes() == b'{"step": 3, "rew\n'
+    assert split_lost_rows(path, lost, last_step=9) == 0
+    assert split_lost_rows(tmp_path / "none.jsonl", lost, last_step=9) == 0
+
+
+def test_figures_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    writer.write({"step": 1, "a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": float("-inf")}})
+    writer.close()
+    writer.close()
+    assert rows_of(tmp_path / "m.jsonl") == [{"step": 1, "a": None, "b": [None, 1.0], "c": {"d": None}}]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DriftgymError, match="cannot be written"):
+        JsonlWriter(tmp_path / "missing" / "m.jsonl")
+    writer = JsonlWriter(Path("/dev/full"))
+    with pytest.raises(DriftgymError, match="No space left"):
+        writer.write({"step": 1})
+    writer.close()
+
+
+def test_the_console_prints_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(max_steps=3, stream=stream)
+    sink.say("starting [the] generator")
+    sink.show("waiting for groups")
+    sink.write({"step": 1, "reward_mean": 0.5, "lag_mean": 1.25, "lag_max": 3, "step_s": 0.1, "wait_s": 2.0})
+    sink.close()
+    assert stream.getvalue().splitlines() == [
+        "starting [the] generator",
+        "step     1  reward 0.500  lag 1.2 (max 3)  step 0.10 s  wait 2.00 s",
+    ]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_console_shows_what_is_waited_for_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    sink = ConsoleSink(max_steps=3, stream=stream)
+    sink.show("waiting for groups [1/2]")
+    sink.write({"step": 2, "reward_mean": None})
+    sink.close()
+    assert "waiting for groups [1/2]" in stream.getvalue()
+    assert "2/3" in stream.getvalue()
+
+
+def test_a_step_line_tells_errors_and_bears_missing_figures() -> None:
+    line = step_line({"step": 4, "reward_mean": None, "errors_env": 2, "generator_idle_fraction": None})
+    assert "reward -" in line
+    assert "errors env 2 infra 0" in line
+    assert "idle generator - trainer -" in line
+
+
+def test_wandb_that_is_not_installed_is_said_before_the_run() -> None:
+    check_metrics(MetricsConfig())
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(ConfigError, match="pip install"):
+            check_metrics(MetricsConfig(wandb_project="p"))
+    else:
+        check_metrics(MetricsConfig(wandb_project="p"))
+
+
+@pytest.mark.slow
+def test_wandb_offline_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sink = WandbSink(MetricsConfig(wandb_project="p"), run_dir=tmp_path, name="run", settings={"a": 1})
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink])
+    for step in (1, 2, 2):
+        metrics.log({"step": step, "reward_mean": 0.5})
+    metrics.close(timeout_s=60)
+    assert metrics.dropped_metrics == 0
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

@@ -1,0 +1,112 @@
+"""A run's configuration: cross-checks in one clear line, and the run folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from driftgym.errors import ConfigError
+from driftgym.trainer.run_config import (
+    RunConfig,
+    check_run_dir,
+    load_resolved,
+    load_run_config,
+    make_run_dir,
+    settings_of,
+)
+
+BASE: dict[str, Any] = {
+    "model": {"path": "models/tiny"},
+    "env": {"id": "driftgym/Lookup-v0"},
+    "agent": {"max_context_tokens": 512},
+}
+
+
+def load(folder: Path, *overrides: str, data: dict[str, Any] | None = None) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE if data is None else data))
+    return load_run_config(path, overrides)
+
+
+def test_a_relative_model_starts_at_the_file_and_a_named_one_stays(tmp_path: Path) -> None:
+    assert load(tmp_path).model.path == str(tmp_path / "models/tiny")
+    assert load(tmp_path, "model.path=smollm2").model.path == "smollm2"
+    assert load(tmp_path, "model.path=/abs/model").model.path == "/abs/model"
+
+
+def test_overrides_reach_every_section(tmp_path: Path) -> None:
+    config = load(tmp_path, "sandbox.kind=docker", "trainer.max_steps=20", "learner.objective.name=ppo")
+    assert (config.sandbox.kind, config.trainer.max_steps, config.learner.objective.name) == ("docker", 20, "ppo")
+    assert settings_of(config)["trainer"]["max_steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.mode=sync"], "trainer: mode sync needs max_lag: 0"),
+        (["trainer.publish_every_steps=10"], "publish_every_steps 10 is above max_lag"),
+        (["trainer.max_in_flight_groups=3"], "below groups_per_step 4"),
+        (["trainer.on_lag=wiat"], "trainer.on_lag"),
+        (["trainer.max_step=3"], "did you mean 'max_steps'"),
+        (["trainer.max_steps=many"], "trainer.max_steps"),
+        (["agent.top_p=0.9"], "agent.top_p must be 1"),
+        (["agent.temperature=0"], "agent.temperature must be above 0"),
+        (["agent.max_context_tokens=2048"], "above generator.max_context_tokens"),
+        (["name=a/b"], "name"),
+    ],
+)
+def test_what_does_not_go_together_is_one_clear_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_bound_on_publications_at_the_limit_and_one_beyond(tmp_path: Path) -> None:
+    load(tmp_path, "trainer.max_lag=3", "trainer.publish_every_steps=4")
+    with pytest.raises(ConfigError):
+        load(tmp_path, "trainer.max_lag=3", "trainer.publish_every_steps=5")
+
+
+def test_sync_in_full(tmp_path: Path) -> None:
+    overrides = [
+        "trainer.mode=sync",
+        "trainer.max_lag=0",
+        "trainer.weight_update=drain",
+        "trainer.publish_every_steps=1",
+    ]
+    assert load(tmp_path, *overrides).trainer.lag_rule.max_lag == 0
+
+
+def test_a_resolved_configuration_comes_back_the_same(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, f"run_dir={tmp_path / 'run'}", "learner.objective.name=ppo", "learner.objective.eps_high=0.5"
+    )
+    run_dir = make_run_dir(config)
+    again, folder = load_resolved(run_dir)
+    assert again == config
+    assert folder == run_dir == tmp_path / "run"
+    with pytest.raises(ConfigError, match="holds a run already"):
+        check_run_dir(config)
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        load_resolved(tmp_path)
+
+
+def test_a_run_folder_below_a_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = load(tmp_path, f"run_dir={tmp_path / 'file' / 'run'}")
+    for attempt in (check_run_dir, make_run_dir):
+        with pytest.raises(ConfigError, match="is not a folder; choose another folder"):
+            attempt(config)
+
+
+def test_a_run_without_a_folder_gets_one_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = make_run_dir(load(tmp_path, "name=lookup"))
+    assert run_dir.parent == tmp_path / "runs"
+    assert run_dir.name.startswith("lookup-2")
