@@ -13,14 +13,13 @@ import requests
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, SandboxSpec
-from driftgym.sandboxes.docker_stream import AttachedStream
+from driftgym.sandboxes.docker_stream import AttachedStream, read_api_version
 from driftgym.sandboxes.toolbox_client import ToolboxClient
 from driftgym.sandboxes.toolbox_program import container_command
 from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
 
 AGENT_UID = 1000
 DEFAULT_HOST = "unix:///var/run/docker.sock"
-_PROBE_VERSION = "1.41"
 _REQUEST_TIMEOUT_S = 60
 _NUM_THREADS = 8
 _NUM_OWN_PIDS = 4
@@ -50,14 +49,13 @@ class Engine:
         if not host.startswith("unix://"):
             raise SandboxError(f"DOCKER_HOST={host}: only an engine on a unix socket can be used")
         socket_path = host.removeprefix("unix://")
-        executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="docker")
         try:
             async with asyncio.timeout(timeout_s):
-                api = await asyncio.get_running_loop().run_in_executor(executor, _connect, host, timeout_s)
-        except (docker.errors.DockerException, requests.RequestException, OSError) as error:
-            executor.shutdown(wait=False)
-            reason = f"within {timeout_s} s" if isinstance(error, TimeoutError) else f"({_first_line(error)})"
-            raise SandboxError(f"no Docker engine answers at {host} {reason}") from None
+                version = await read_api_version(socket_path)
+        except TimeoutError:
+            raise SandboxError(f"no Docker engine answers at {host} within {timeout_s} s") from None
+        api = docker.APIClient(base_url=host, version=version, timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS)
+        executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="docker")
         return cls(api=api, socket_path=socket_path, executor=executor)
 
     async def call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
@@ -160,16 +158,6 @@ class DockerSandbox(ToolboxSandbox):
             return  # without an engine there is nothing that could be removed, and the reaper comes later
         finally:
             self._stream.close()
-
-
-def _connect(host: str, timeout_s: float) -> Any:
-    """An API client that speaks the engine's own version. Blocks for `timeout_s` at most."""
-    probe = docker.APIClient(base_url=host, version=_PROBE_VERSION, timeout=timeout_s)
-    try:
-        version = probe.version(api_version=False)["ApiVersion"]
-    finally:
-        probe.close()
-    return docker.APIClient(base_url=host, version=version, timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS)
 
 
 async def _create(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import IO, Literal, Self
 
@@ -161,31 +160,6 @@ async def start_embedded(
         model_folder, config, incarnation=incarnation, policy_version=policy_version, timeout_s=timeout_s
     )
     return SGLangGenerator(server.url, incarnation=incarnation, max_concurrency=config.max_concurrency, server=server)
-
-
-async def connect_sglang(config: GeneratorConfig, *, incarnation: int, timeout_s: float) -> list[SGLangGenerator]:
-    """Generators on the servers at `config.urls`, each of which answers and reports weights of this life.
-
-    Raises:
-        GeneratorError: one does not, within `timeout_s`.
-    """
-    generators = [
-        SGLangGenerator(url, incarnation=incarnation, max_concurrency=config.max_concurrency) for url in config.urls
-    ]
-    deadline_s = time.monotonic() + timeout_s
-    try:
-        for generator in generators:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                health = await generator.health()
-            if health.version.incarnation != incarnation:
-                raise GeneratorError(f"{generator.url}: has weights {health.version} of another life of the run")
-    except BaseException as error:
-        for generator in generators:
-            await asyncio.shield(generator.close())
-        if isinstance(error, TimeoutError):
-            raise GeneratorError(f"the servers did not answer within {timeout_s} s") from None
-        raise
-    return generators
 
 
 def _server_arguments(model_folder: Path, config: GeneratorConfig, version: WeightVersion) -> list[str]:

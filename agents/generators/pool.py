@@ -1,4 +1,10 @@
-"""Several engines as one: where a request goes, what happens when an engine dies, and who has which weights."""
+"""Several engines as one: where a request goes, what happens when an engine dies, and who has which weights.
+
+A session stays on one engine, where its prefix lies, while that one is not overloaded; a new session goes to the
+engine with the fewest requests under way, then to the one that was given the fewest so far. An engine that does not
+answer any more, or that fails to take weights, is taken out, which is logged; its requests are sent to another one,
+and `restart` is asked for a new one.
+"""
 
 import asyncio
 import contextlib
@@ -21,13 +27,7 @@ _HEALTH_S = 5.0
 
 
 class GeneratorPool:
-    """Implements `Generator` over one or more engines.
-
-    A session stays on one engine, where its prefix lies, while that one is not overloaded; a new session goes to the
-    engine with the fewest requests under way, then to the one that was given the fewest so far. An engine that does
-    not answer any more, or that fails to take weights, is taken out, which is logged; its requests are sent to
-    another one, and `restart` is asked for a new one.
-    """
+    """Implements `Generator` over one or more engines; the module says where requests go and what becomes of a loss."""
 
     def __init__(
         self,

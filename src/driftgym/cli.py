@@ -120,6 +120,10 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
 ) -> None:
     """Serve MODEL with the embedded generator, over the part of SGLang's protocol that driftgym uses."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model}: not a model's folder (config.json is missing); give one that transformers can load"
+        )
     from driftgym.agents.generators.embedded.server import serve as run_server
 
     run_server(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from driftgym.errors import SandboxError
-from driftgym.sandboxes.docker_stream import AttachedStream
+from driftgym.sandboxes.docker_stream import AttachedStream, read_api_version
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 UPGRADED = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\n\r\n"
@@ -77,3 +77,16 @@ async def test_refusals_are_typed_errors(tmp_path: Path, data: bytes, words: str
 async def test_missing_engine_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="does not answer"):
         await AttachedStream.attach(socket_path=str(tmp_path / "none.sock"), container_id="1f")
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"HTTP/1.0 200 OK\r\n\r\n[]", b"HTTP/1.0 200 OK\r\n\r\n{}"])
+async def test_what_is_no_engine_is_a_typed_error(tmp_path: Path, data: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(data)
+        writer.close()
+
+    path = str(tmp_path / "engine.sock")
+    async with await asyncio.start_unix_server(serve, path):
+        with pytest.raises(SandboxError, match="no Docker engine"):
+            await read_api_version(path)

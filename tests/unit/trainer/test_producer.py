@@ -104,7 +104,7 @@ async def test_failures_in_a_row_end_the_run_and_a_success_starts_the_count_anew
     async with rig(tmp_path, mostly_dead) as the_rig:
         for _ in range(3):
             assert len((await the_rig.batch()).groups) == 2
-        with pytest.raises(TrainingError, match="the last 1[2-9] groups gave no scored episode"):
+        with pytest.raises(TrainingError, match=r"the last 1[2-9] groups gave no scored episode"):
             await the_rig.batch()
 
 

@@ -62,6 +62,7 @@ async def test_a_run_of_calls(learner_spec, segments, tmp_path):
     assert _is_gone(client.pid)
 
 
+@pytest.mark.slow
 async def test_errors_of_a_step_leave_a_learner_that_goes_on(learner_spec, segments):
     client = await ProcessTrainingClient.start(learner_spec(), limits=_LIMITS)
     bad = dataclasses.replace(segments[0], advantages=np.full_like(segments[0].advantages, math.nan))
@@ -91,6 +92,7 @@ async def test_killed_in_the_middle_of_a_step(learner_spec, make_segment):
     await client.close()
 
 
+@pytest.mark.slow
 async def test_a_step_past_its_deadline_kills_the_learner(learner_spec, make_segment):
     client = await ProcessTrainingClient.start(learner_spec(micro_batch_tokens=1), limits=_LIMITS)
     hasty = ProcessTrainingClient(client._process, Limits(learner_s=0.3, close_s=5.0))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from driftgym.agents.generators.launch import EmbeddedServer, GeneratorConfig, connect_sglang, start_embedded
+from driftgym.agents.generators.launch import EmbeddedServer, GeneratorConfig, start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.errors import GeneratorError
@@ -115,16 +115,14 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(model_of, save_model)
 
 
 @pytest.mark.slow
-async def test_servers_of_another_life_are_refused(model_of, save_model):
+async def test_a_client_of_another_life_refuses_the_server(model_of, save_model):
     folder = save_model(model_of("qwen3"), "tiny")
     generator = await start_embedded(folder, CONFIG, incarnation=3, policy_version=0, timeout_s=START_S)
     try:
-        config = GeneratorConfig(kind="sglang", urls=(generator.url,))
-        (connected,) = await connect_sglang(config, incarnation=3, timeout_s=5)
-        assert len((await ask(connected)).token_ids) == 4
-        await connected.close()
-        with pytest.raises(GeneratorError, match="another life"):
-            await connect_sglang(config, incarnation=4, timeout_s=5)
+        assert len((await ask(generator)).token_ids) == 4
+        async with SGLangGenerator(generator.url, incarnation=4, max_concurrency=4) as stranger:
+            with pytest.raises(GeneratorError, match="another life"):
+                await ask(stranger)
     finally:
         await generator.close()
 

@@ -1,0 +1,125 @@
+"""Checkpoints and going on from them, where the loop's own tests do not look."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from driftgym.errors import ConfigError, TrainingError
+from driftgym.trainer.journal import Journal
+from driftgym.trainer.lineage import learner_part, lock_run, take_up, write_checkpoint
+from driftgym.trainer.scripted import NumberedTasks, ScriptedEngines, ScriptedRollouts, ScriptedTrainingClient
+from driftgym.trainer.staleness import LagHistogram, LagRule
+
+RULE = LagRule(max_lag=2, groups_per_step=1, on_lag="wait")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    (tmp_path / "checkpoints").mkdir()
+    with contextlib.closing(Journal.open(tmp_path)) as opened:
+        opened.begin_life()
+        yield opened
+
+
+async def play(journal: Journal, index: int, *, version: int = 0) -> str:
+    rollouts = ScriptedRollouts(ScriptedEngines(policy_version=version), group_size=2)
+    group = await rollouts(NumberedTasks().task(index), group_id=f"g{index:06d}", min_policy_version=version)
+    journal.issue(group_id=group.group_id, task_index=index, group_size=2, min_policy_version=version)
+    journal.write_trajectories(group)
+    journal.finish(group, failed=False)
+    return group.group_id
+
+
+def consume(journal: Journal, step: int, *group_ids: str) -> None:
+    journal.consume(step=step, trained=group_ids, dropped=(), row={"step": step}, lags=LagHistogram())
+
+
+async def steps(run_dir: Path, journal: Journal, num: int) -> ScriptedTrainingClient:
+    """So many steps, each of one group, each with a checkpoint."""
+    client = ScriptedTrainingClient()
+    for step in range(1, num + 1):
+        consume(journal, step, await play(journal, step - 1, version=step - 1))
+        await client.train_step([])
+        await write_checkpoint(run_dir, client, journal, policy_version=step)
+    return client
+
+
+async def test_the_two_newest_checkpoints_are_kept(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 5)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["00000004", "00000005"]
+    lineage = take_up(tmp_path, journal, RULE, say=print)
+    assert lineage.policy_version == 5
+    assert lineage.checkpoint is not None
+    client = ScriptedTrainingClient()
+    await client.load(learner_part(lineage.checkpoint), policy_version=5)
+
+
+async def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_stands(
+    tmp_path: Path, journal: Journal
+) -> None:
+    class Dead(ScriptedTrainingClient):
+        async def save(self, folder: Path) -> None:
+            raise TrainingError("the learner is gone")
+
+    await steps(tmp_path, journal, 1)
+    with pytest.raises(TrainingError, match="gone"):
+        await write_checkpoint(tmp_path, Dead(), journal, policy_version=2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
+
+
+async def test_a_damaged_newest_checkpoint_is_set_aside_for_good(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 3)
+    damaged = tmp_path / "checkpoints" / "00000003"
+    (learner_part(damaged) / "state.json").write_text("{")
+    said: list[str] = []
+    lineage = take_up(tmp_path, journal, RULE, say=said.append)
+    assert lineage.policy_version == 2
+    assert "00000003" in said[0]
+    assert not damaged.exists()
+    assert (tmp_path / "checkpoints" / ".lost-00000003").is_dir()
+    assert [row.group.group_id for row in lineage.restored] == ["g000002"], "written by version 2, which stands"
+
+
+async def test_without_a_checkpoint_a_run_begins_anew_with_the_same_tasks(tmp_path: Path, journal: Journal) -> None:
+    consume(journal, 1, await play(journal, 0))
+    await play(journal, 1, version=1)
+    journal.issue(group_id="g000002", task_index=2, group_size=2, min_policy_version=1)
+    lineage = take_up(tmp_path, journal, RULE, say=print)
+    assert (lineage.checkpoint, lineage.policy_version) == (None, 0)
+    assert [restored.row.group_id for restored in lineage.restored] == ["g000000"]
+    assert [row.group_id for row in lineage.again] == ["g000001", "g000002"]
+
+
+async def test_more_than_can_be_trained_in_time_is_played_again(tmp_path: Path, journal: Journal) -> None:
+    """With one group a step and a bound of 2, three groups of version 0 can be trained from version 0 on, no more."""
+    for index in range(5):
+        await play(journal, index)
+    lineage = take_up(tmp_path, journal, RULE, say=print)
+    assert [restored.row.group_id for restored in lineage.restored] == ["g000000", "g000001", "g000002"]
+    assert [row.group_id for row in lineage.again] == ["g000003", "g000004"]
+
+
+async def test_a_journal_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 2)
+    journal.roll_back(1)
+    with pytest.raises(TrainingError, match="ends at step 1, before checkpoint 2"):
+        take_up(tmp_path, journal, RULE, say=print)
+
+
+async def test_the_state_says_which_moment_and_which_life(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 1)
+    state = json.loads((tmp_path / "checkpoints" / "00000001" / "state.json").read_text())
+    assert state == {"policy_version": 1, "incarnation": 1}
+
+
+def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
+    import os
+
+    lock = lock_run(tmp_path)
+    with pytest.raises(ConfigError, match="another process"):
+        lock_run(tmp_path)
+    os.close(lock)
+    os.close(lock_run(tmp_path))
