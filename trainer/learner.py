@@ -29,6 +29,7 @@ from driftgym.trainer.weights import publish_weights
 from driftgym.types import Segment, WeightUpdate
 
 _MAX_NAMED = 8
+_FINAL_SHARE = 0.1  # of the learning rate, where it falls
 
 
 class Learner:
@@ -187,8 +188,12 @@ def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig
 
 
 def _step_learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Of step `step`, from 0."""
-    return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+    """The learning rate of the step that takes policy version `step` to the next."""
+    rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.decay_steps is None:
+        return config.learning_rate * rise
+    progress = max(0.0, (step - config.warmup_steps) / max(1, config.decay_steps - config.warmup_steps))
+    return config.learning_rate * rise * max(_FINAL_SHARE, 1.0 - (1.0 - _FINAL_SHARE) * progress)
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

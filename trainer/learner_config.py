@@ -49,6 +49,9 @@ class OptimizerConfig(Config):
     weight_decay: float = pydantic.Field(0.0, ge=0)
     max_grad_norm: float = pydantic.Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
     warmup_steps: int = pydantic.Field(0, ge=0, description="The learning rate rises linearly over these first steps.")
+    decay_steps: int | None = pydantic.Field(
+        None, gt=0, description="It then falls linearly, to a tenth at this step; null keeps it."
+    )
 
     @pydantic.field_validator("betas")
     @classmethod

@@ -5,10 +5,12 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 EXIT_INTERRUPTED = 130  # as shells report a program that ctrl-C ended
+_SAME_PRESS_S = 0.5  # programs such as timeout(1) hand one ctrl-C on twice: to the process and to its group
 _T = TypeVar("_T")
 
 
@@ -60,14 +62,18 @@ class Stop:
         too; nothing is saved.
         """
         loop = asyncio.get_running_loop()
+        first = -_SAME_PRESS_S
 
         def on_signal() -> None:
-            if self.is_requested:
+            nonlocal first
+            if not self.is_requested:
+                first = time.monotonic()
+                self.request()
+                say("stopping: a step in progress ends, a checkpoint is written; once more stops at once")
+            elif time.monotonic() - first > _SAME_PRESS_S:
                 sys.stderr.write("stopped at once\n")
                 sys.stderr.flush()
                 os._exit(EXIT_INTERRUPTED)
-            self.request()
-            say("stopping after this step, with a checkpoint; once more stops at once")
 
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:

@@ -1,6 +1,6 @@
 """Runs whose parts are scripted, in this process or, as a program, in one that can be killed.
 
-    python scripted_run.py RUN [--resume] [key.path=value ...]
+    python scripted_run.py RUN [--resume] [--step-s=SECONDS] [key.path=value ...]
 
 Group 3 takes long, every fifth task is worth nothing, the others are worth what their member's number says.
 """
@@ -123,15 +123,16 @@ def assert_exactly_once(run_dir: Path, *, steps: int, groups_per_step: int) -> N
 def main(arguments: Sequence[str]) -> int:
     """The program."""
     run_dir, is_resumed = Path(arguments[0]), "--resume" in arguments
-    overrides = [argument for argument in arguments[1:] if argument != "--resume"]
+    overrides = [argument for argument in arguments[1:] if not argument.startswith("--")]
+    step_s = next((float(a.partition("=")[2]) for a in arguments if a.startswith("--step-s=")), 0.01)
 
     async def run() -> RunResult:
         stop = Stop()
         with stop.on_signals(say=lambda text: print(text, file=sys.stderr, flush=True)):
             if is_resumed:
-                return await go_on(run_dir, ScriptedParts(step_s=0.01), stop=stop)
+                return await go_on(run_dir, ScriptedParts(step_s=step_s), stop=stop)
             config = run_config(run_dir.parent, f"run_dir={run_dir}", *overrides)
-            return await begin(config, ScriptedParts(step_s=0.01), stop=stop)
+            return await begin(config, ScriptedParts(step_s=step_s), stop=stop)
 
     try:
         result = asyncio.run(run())

@@ -1,9 +1,12 @@
 """The loop from its configuration to its summary, with scripted parts: lag, failures, stopping, killing, resuming."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -264,7 +267,7 @@ async def test_two_processes_cannot_run_the_same_run(tmp_path: Path) -> None:
     lock = lock_run(tmp_path / "run")
     with pytest.raises(ConfigError, match="another process"):
         await scripted.go_on(tmp_path / "run", scripted.ScriptedParts())
-    __import__("os").close(lock)
+    os.close(lock)
     with pytest.raises(ConfigError, match="holds a run already"):
         await scripted.begin(config, scripted.ScriptedParts())
 
@@ -298,6 +301,18 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) ->
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} did not come; exit code {process.poll()}")
+
+
+def wait_for_life(run_dir: Path, life: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until groups of this life have been played, so that a step begins."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+            query = "SELECT COUNT(*) FROM groups WHERE incarnation = ? AND state != 'issued'"
+            if journal.execute(query, (life,)).fetchone()[0] >= 2:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"life {life} did not begin; exit code {process.poll()}")
 
 
 @pytest.mark.slow
@@ -337,8 +352,10 @@ def test_a_signal_stops_cleanly_and_a_second_one_at_once(
     assert process.wait(timeout=30) == 130
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (run_dir / "checkpoints" / f"{summary['steps']:08d}").is_dir()
-    process = start(run_dir, "--resume", processes=processes)
-    wait_for_step(run_dir, summary["steps"] + 2, process)
-    process.send_signal(number)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 130
+    slow = start(run_dir, "--resume", "--step-s=30", processes=processes)
+    wait_for_life(run_dir, 2, slow)
+    slow.send_signal(number)
+    time.sleep(0.7)
+    assert slow.poll() is None, "a step is in progress"
+    slow.send_signal(number)
+    assert slow.wait(timeout=10) == 130

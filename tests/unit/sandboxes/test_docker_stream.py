@@ -48,7 +48,7 @@ async def test_output_is_separated_however_it_is_cut(tmp_path: Path) -> None:
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     async with engine(tmp_path, answer) as path:
         stream = await AttachedStream.attach(socket_path=path, container_id="1f")
-        stream.on_output, stream.on_lost = output.extend, lost.set_result
+        stream.listen(on_output=output.extend, on_lost=lost.set_result)
         stream.write(b"hello")
         assert await lost == "the container has ended: a complaint"
     assert output == b"onetwo"

@@ -186,6 +186,13 @@ def test_the_learning_rate_rises_over_its_first_steps(learner_spec, segments):
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
 
 
+def test_the_learning_rate_falls_to_a_tenth(learner_spec, segments):
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 6}
+    learner = Learner(learner_spec(optimizer=optimizer))
+    rates = [learner.train_step(segments).metrics["learning_rate"] for _ in range(8)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4])
+
+
 def test_the_seed_decides_the_random_weights(learner_spec, tmp_path):
     spec = learner_spec()
     first, again = (_published(Learner(spec), tmp_path / name) for name in "ab")
