@@ -91,10 +91,12 @@ class AttachedStream(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keeps the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Takes the response to the request, then frames."""
         self._incoming += data
         if not self._is_attached:
             self._read_response()
@@ -131,6 +133,7 @@ class AttachedStream(asyncio.Protocol):
                 self._on_output(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tells whoever waits or listens."""
         words = self._errors.decode("utf-8", "replace").strip()
         self._lost = f"the container has ended{': ' + words if words else ''}"
         self._refuse(self._lost)

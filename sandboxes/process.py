@@ -29,9 +29,11 @@ class _Stream(asyncio.Protocol):
         self._log = log
 
     def data_received(self, data: bytes) -> None:
+        """Passes on what the toolbox says."""
         self.client.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the client, with what the toolbox complained of."""
         self._log.seek(0)
         words = self._log.read().decode("utf-8", "replace").strip()[-2000:]
         self._log.close()

@@ -19,6 +19,7 @@ from driftgym.envs.base import ToolEnv
 from driftgym.envs.registry import make_env
 from driftgym.envs.slots import EnvSlots
 from driftgym.envs.tasks import SeededTasks
+from driftgym.errors import TrainingError
 from driftgym.metrics import check_metrics
 from driftgym.sandboxes.base import SandboxProvider
 from driftgym.sandboxes.providers import open_provider
@@ -186,7 +187,13 @@ async def _warm_up(request: StartRequest, client: ProcessTrainingClient, slots: 
         limits=config.limits,
         config=config.rollout,
     )
-    segments = [segment for trajectory in trajectories for segment in segments_of(trajectory, advantage=0.0)]
+    played = [segment for trajectory in trajectories for segment in segments_of(trajectory, advantage=0.0)]
+    # The oracle has no token budget: a tool that printed much makes rows that no episode of the agent can have.
+    segments = [segment for segment in played if len(segment.token_ids) <= config.agent.max_context_tokens]
+    if not segments:
+        raise TrainingError(
+            f"no demonstration fits into agent.max_context_tokens = {config.agent.max_context_tokens}; raise it"
+        )
     request.say(f"warming up: {config.warmup.num_steps} supervised steps on {len(segments)} segments")
     figures = await client.warm_up(segments)
     request.say("warmed up: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
