@@ -196,12 +196,15 @@ class _SinkThread:
                 return
 
     def _take(self, kind: str, value: Any) -> bool:
-        methods = {"row": self._sink.write, "say": self._sink.say, "show": self._sink.show}
         try:
-            if kind == "end":
-                self._sink.close()
+            if kind == "row":
+                self._sink.write(value)
+            elif kind == "say":
+                self._sink.say(value)
+            elif kind == "show":
+                self._sink.show(value)
             else:
-                methods[kind](value)
+                self._sink.close()
         except Exception:  # a sink's failure is counted, never raised: metrics must not end a run
             return False
         return True
