@@ -12,6 +12,7 @@ from driftgym.agents.base import AgentTurn, Conversation, OutOfTokensError
 from driftgym.agents.bounded import DeadlinePassed, EpisodeClock, bounded
 from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
+from driftgym.envs.spaces import is_scalar_text, scalar_text
 from driftgym.errors import EnvError, EpisodeError, GeneratorError, SandboxError
 from driftgym.types import Message, Task, ToolCall, Trajectory, TrajectoryStatus, Turn
 
@@ -119,10 +120,10 @@ async def reset(env: ToolEnv, task: Task, *, limits: Limits) -> tuple[Message, .
         limit_s=limits.sandbox_start_s + limits.tool_call_s + GRACE_S,
         what="areset",
     )
-    messages = result.messages or task.prompt
+    messages = _readable(result.messages, what="areset") or task.prompt
     if not messages:
         raise EnvError("areset gave no message, and the task has no prompt")
-    return tuple(messages)
+    return messages
 
 
 async def generate(
@@ -178,7 +179,7 @@ async def step(env: ToolEnv, action: Message, clock: EpisodeClock, *, limits: Li
         raise EnvError("astep gave no message and did not end the episode: the agent would act without a reply")
     if not math.isfinite(result.reward):
         raise EnvError(f"astep gave the reward {result.reward}")
-    return result
+    return replace(result, messages=_readable(result.messages, what="astep"))
 
 
 async def grade(env: ToolEnv, status: TrajectoryStatus, *, limits: Limits) -> Grade:
@@ -186,7 +187,19 @@ async def grade(env: ToolEnv, status: TrajectoryStatus, *, limits: Limits) -> Gr
     result = await _from_env(lambda: env.grade(status), Grade, limit_s=limits.grade_s + GRACE_S, what="grade")
     if not math.isfinite(result.reward):
         raise EnvError(f"grade gave the reward {result.reward}")
+    if strange := [name for name, part in result.parts.items() if not math.isfinite(part)]:
+        raise EnvError(f"grade gave parts that are not finite: {', '.join(strange)}")
     return result
+
+
+def _readable(messages: Sequence[Message], *, what: str) -> tuple[Message, ...]:
+    """`messages`, lone surrogates replaced, which no tokenizer takes. Raises EnvError when they are none."""
+    if strange := [type(message).__name__ for message in messages if not isinstance(message, Message)]:
+        raise EnvError(f"{what} gave a {strange[0]} as a message")
+    return tuple(
+        message if is_scalar_text(message.text) else replace(message, content=scalar_text(message.text))
+        for message in messages
+    )
 
 
 async def _from_env(
@@ -195,7 +208,10 @@ async def _from_env(
     """What an environment's method gave. Whatever it raises and nobody knows is the environment's own error."""
 
     async def run() -> Any:
-        return await call()
+        try:
+            return await call()
+        except SystemExit as error:  # would end the event loop, and every other episode with it
+            raise EnvError(f"{what} called sys.exit") from error
 
     try:
         result = await bounded(run(), limit_s=limit_s, what=what)

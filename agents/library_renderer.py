@@ -12,6 +12,8 @@ from driftgym.types import Message, ToolCall
 
 # Families whose calls are Hermes' JSON in <tool_call> tags: read as text, code fences respected.
 _HERMES = frozenset({"qwen3", "qwen3-vl"})
+# As many as the tag and the line ends after it may take, where the tag is not a token of its own.
+_TAIL_TOKENS = 16
 _NOT_FAMILIES = frozenset({"auto", "default", "custom"})
 
 
@@ -130,7 +132,7 @@ class LibraryRenderer:
 
 def ends_in_reasoning(tokenizer: Any, prompt_token_ids: Sequence[int]) -> bool:
     """True when the prompt's last tokens open a thinking block that the completion goes on with."""
-    tail: str = tokenizer.decode(list(prompt_token_ids[-8:]), skip_special_tokens=False)
+    tail: str = tokenizer.decode(list(prompt_token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)
     return tail.rstrip().endswith(THINK_OPEN)
 
 

@@ -7,6 +7,7 @@ the message's content, so that nothing of what the model wrote is lost when the 
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ _MARK = re.compile(
     rf"|(?P<ticks>`+)|(?P<think>{THINK_OPEN})|(?P<call>{CALL_OPEN})",
     re.MULTILINE,
 )
+_CALL_KEYS = frozenset({"name", "arguments", "id", "type"})
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -172,10 +174,16 @@ def _end_of_fence(text: str, mark: re.Match[str]) -> int:
 
 
 def _end_of_ticks(text: str, mark: re.Match[str]) -> int | None:
-    """A code span ends at an equal run of back-ticks: on the same line, or, for three and more, anywhere."""
+    """A code span ends at an equal run of back-ticks: on the same line, or, for three and more, anywhere.
+
+    One that would end in the middle of a call is none: the back-tick there is the call's own.
+    """
     run = mark["ticks"]
     close = re.compile(rf"(?<!`){run}(?!`)").search(text, mark.end())
     if close is None or (len(run) < 3 and "\n" in text[mark.end() : close.start()]):
+        return None
+    last_call = text.rfind(CALL_OPEN, mark.end(), close.start())
+    if last_call >= 0 and _end_of_call(text, last_call + len(CALL_OPEN)) > close.start():
         return None
     return close.end()
 
@@ -224,6 +232,8 @@ def _read_call(item: object, index: int) -> ToolCall:
     name = item.get("name")
     if not isinstance(name, str) or not name:
         return _broken_call(index, "the call has no name")
+    if "arguments" not in item and (strange := sorted(item.keys() - _CALL_KEYS)):
+        return _broken_call(index, f"the call has {strange[0][:80]!r} in the place of 'arguments'", name=name)
     try:
         arguments = read_arguments(item.get("arguments"))
     except ValueError as error:
@@ -249,4 +259,11 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:80]} is out of range")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

@@ -150,7 +150,7 @@ class ToolEnv(gymnasium.Env[str, str], abc.ABC):
         """What a player who knows the answer would do next.
 
         Args:
-            skill: the probability of choosing the right tool; otherwise one is chosen at random.
+            skill: the probability of choosing the right tool; otherwise another is chosen at random.
             rng: draws that choice.
 
         Raises:

@@ -79,25 +79,6 @@ def read_arguments(raw: object) -> tuple[Mapping[str, Any] | None, str | None]:
     return value, None
 
 
-def action_from_message(message: Message) -> str:
-    """The synchronous action that stands for `message`: its text, or OpenAI's JSON when it calls tools.
-
-    >>> action_from_message(Message(role="assistant", content="41"))
-    '41'
-    """
-    if not message.tool_calls:
-        return message.text
-    calls = [
-        {
-            "id": call.call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments or {}))},
-        }
-        for call in message.tool_calls
-    ]
-    return json.dumps({"role": "assistant", "content": message.text, "tool_calls": calls}, ensure_ascii=False)
-
-
 def text_of(messages: Iterable[Message]) -> str:
     """The texts of `messages`, an empty line between each: a synchronous observation.
 

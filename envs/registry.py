@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
-import pydantic
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
@@ -77,8 +76,12 @@ def _import_for(env_id: str, module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}".replace("\n", " ")
+        problem = f"{type(error).__name__}: {_one_line(error)}"
         raise ConfigError(f"environment {env_id!r}: module {module!r} cannot be imported ({problem})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def make_env(
@@ -111,9 +114,11 @@ def make_env(
     parts: dict[str, Any] = {name: part for name, part in offered.items() if part is not None and _names(creator, name)}
     try:
         made = gymnasium.make(spec, **given, **parts)
-    except (TypeError, ValueError, pydantic.ValidationError) as error:
-        problem = str(error).replace("\n", " ")
-        raise ConfigError(f"environment {env_id!r}: refuses its arguments ({problem})") from error
+    except (TypeError, ValueError) as error:  # a ValidationError of pydantic is a ValueError
+        raise ConfigError(f"environment {env_id!r}: refuses its arguments ({_one_line(error)})") from error
+    except (gymnasium.error.Error, ImportError, OSError) as error:
+        problem = f"{type(error).__name__}: {_one_line(error)}"
+        raise ConfigError(f"environment {env_id!r}: cannot be made here ({problem})") from error
     env = _unwrapped(env_id, made)
     if env.spec is not None:
         # What is left is what Gymnasium can copy and make again.
@@ -125,9 +130,10 @@ def make_env(
 def _creator(spec: EnvSpec) -> Callable[..., Any]:
     try:
         creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever its module raises
+        problem = f"{type(error).__name__}: {_one_line(error)}"
         raise ConfigError(
-            f"environment {spec.id!r}: entry point {spec.entry_point!r} cannot be loaded ({error})"
+            f"environment {spec.id!r}: entry point {spec.entry_point!r} cannot be loaded ({problem})"
         ) from error
     if creator is None:
         raise ConfigError(f"environment {spec.id!r}: has no entry point for a single environment")

@@ -22,7 +22,7 @@ class SeededTasks:
     env_id: str
     """The environment that plays them."""
     seed: int
-    """Which list: another seed gives other tasks, so that training and evaluation do not share any."""
+    """Which list: another seed gives other tasks. Of two lists of n tasks about n * n / 2**31 are shared by chance."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Given to every task, which gives it to `areset` as options."""
 

@@ -189,22 +189,24 @@ class Toolset:
         except TimeoutError:
             return _Answer(f"error: timed out after {self._timeout_s:g} s", ("tool_timeout",))
         except PolicyError as error:
-            return _Answer(f"error: {error}", ("policy_error",))
+            return self._bounded(ToolOutput(text=f"error: {error}"), "policy_error")
         except DriftgymError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a tool that exits must not take the run along
             raise EnvError(f"tool {tool.schema.name} failed\n{traceback.format_exc()}") from error
         if isinstance(output, str):
             output = ToolOutput(text=output)
+        if not isinstance(output, ToolOutput):
+            raise EnvError(f"tool {tool.schema.name}: must return a str or a ToolOutput, not {type(output).__name__}")
         return self._bounded(output)
 
-    def _bounded(self, output: ToolOutput) -> _Answer:
+    def _bounded(self, output: ToolOutput, *events: str) -> _Answer:
         encoded = output.text.encode("utf-8", "replace")
         num_dropped_bytes = output.num_dropped_bytes + max(0, len(encoded) - self._max_output_bytes)
         if not num_dropped_bytes:
-            return _Answer(output.text)
+            return _Answer(output.text, events)
         kept = encoded[: self._max_output_bytes].decode("utf-8", "ignore")
-        return _Answer(f"{kept}\n[output cut: {num_dropped_bytes} bytes more]", ("tool_output_truncated",))
+        return _Answer(f"{kept}\n[output cut: {num_dropped_bytes} bytes more]", (*events, "tool_output_truncated"))
 
 
 def argument_check(schema: ToolSchema) -> Callable[[Mapping[str, Any]], str | None]:
@@ -219,7 +221,7 @@ def argument_check(schema: ToolSchema) -> Callable[[Mapping[str, Any]], str | No
         raise ConfigError(f"tool {schema.name}: parameters are not JSON: {error}") from None
     try:
         validate = _compiled(text)
-    except (fastjsonschema.JsonSchemaDefinitionException, TypeError, ValueError, AttributeError, KeyError) as error:
+    except Exception as error:  # whatever the compiler makes of a schema that is none
         raise ConfigError(f"tool {schema.name}: parameters are not a JSON schema of an object: {error}") from None
 
     def check(arguments: Mapping[str, Any]) -> str | None:
@@ -227,6 +229,8 @@ def argument_check(schema: ToolSchema) -> Callable[[Mapping[str, Any]], str | No
             validate(dict(arguments))
         except fastjsonschema.JsonSchemaValueException as error:
             return _problem(error, arguments)
+        except (ArithmeticError, ValueError, RecursionError) as error:  # as of an infinite number, or a deep nest
+            return f"arguments cannot be checked: {error}"
         return None
 
     return check

@@ -21,8 +21,8 @@ class SandboxSpec(Config):
     """What a box may use. The defaults are for untrusted commands; each is loosened by name."""
 
     image: str = pydantic.Field("driftgym/base:debian", description="Image of a Docker box; see `sandbox build`.")
-    memory_bytes: int = pydantic.Field(256 * MIB, gt=0, description="Memory, swap included.")
-    num_cpus: float = pydantic.Field(1.0, gt=0, description="CPU share, in cores.")
+    memory_bytes: int = pydantic.Field(256 * MIB, ge=32 * MIB, description="Memory, swap included; 32 MiB at least.")
+    num_cpus: float = pydantic.Field(1.0, ge=0.01, description="CPU share, in cores.")
     max_pids: int = pydantic.Field(64, gt=0, description="Processes and threads.")
     max_open_files: int = pydantic.Field(256, gt=0, description="Open files per process.")
     work_dir_bytes: int = pydantic.Field(64 * MIB, gt=0, description="Size of the tmpfs where work happens.")

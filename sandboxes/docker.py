@@ -1,6 +1,7 @@
 """Docker boxes: hardened containers whose main process is the toolbox."""
 
 import asyncio
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ _NUM_OWN_PIDS = 4
 _NUM_OWN_FILES = 1024
 """What the toolbox needs for the pipes of many commands at once; each command has the limit of the spec."""
 _SHM_BYTES = 16 * MIB
+_CPU_PERIOD_US = 100_000
 _T = TypeVar("_T")
 
 
@@ -37,6 +39,7 @@ class Engine:
         self.api = api
         self.socket_path = socket_path
         self._executor = executor
+        self._is_closed = False
 
     @classmethod
     async def connect(cls, *, timeout_s: float) -> "Engine":
@@ -54,7 +57,10 @@ class Engine:
                 version = await read_api_version(socket_path)
         except TimeoutError:
             raise SandboxError(f"no Docker engine answers at {host} within {timeout_s} s") from None
-        api = docker.APIClient(base_url=host, version=version, timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS)
+        try:
+            api = docker.APIClient(base_url=host, version=version, timeout=_REQUEST_TIMEOUT_S, num_pools=_NUM_THREADS)
+        except Exception as error:  # the SDK reads Docker's configuration file, and raises anything over a bad one
+            raise SandboxError(f"the Docker SDK fails, maybe over ~/.docker/config.json: {error!r}") from error
         executor = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="docker")
         return cls(api=api, socket_path=socket_path, executor=executor)
 
@@ -63,11 +69,25 @@ class Engine:
 
         Raises:
             docker.errors.APIError: the engine refuses; NotFound and ImageNotFound are of this kind.
-            SandboxError: the engine does not answer.
+            SandboxError: the engine does not answer, or the connection is closed.
         """
+        return await self.answer(self.submit(function, *args, **kwargs))
+
+    def submit(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> "asyncio.Future[_T]":
+        """Starts a call; it is no task, and so goes on when the event loop cancels all of them at its end.
+
+        Raises:
+            SandboxError: the connection is closed.
+        """
+        if self._is_closed:
+            raise SandboxError("the connection to the Docker engine is closed")
         call = functools.partial(function, *args, **kwargs)
+        return asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def answer(self, submitted: "asyncio.Future[_T]") -> _T:
+        """The result of a call that was submitted. Raises as `call` does."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+            return await submitted
         except docker.errors.APIError:
             raise
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
@@ -90,22 +110,25 @@ class Engine:
             SandboxError: the engine does not answer, or cannot remove it.
         """
         try:
-            await self.call(self.api.remove_container, container_id, force=True, v=True)
+            await self.call(self.remove_in_thread, container_id)
+        except docker.errors.APIError as error:
+            raise SandboxError(f"container {container_id[:12]}: {_first_line(error)}") from None
+
+    def remove_in_thread(self, container_id: str) -> None:
+        """What `remove` does, for a thread. Raises what the SDK raises."""
+        try:
+            self.api.remove_container(container_id, force=True, v=True)
         except docker.errors.NotFound:
             return
         except docker.errors.APIError as error:
             if error.status_code != 409:
-                raise SandboxError(f"container {container_id[:12]}: {_first_line(error)}") from None
-            await self._wait_removed(container_id)  # the engine is at it already
-
-    async def _wait_removed(self, container_id: str) -> None:
-        try:
-            await self.call(self.api.wait, container_id, condition="removed", timeout=_REQUEST_TIMEOUT_S)
-        except docker.errors.APIError:
-            return
+                raise
+            with contextlib.suppress(docker.errors.APIError):  # the engine is at it already
+                self.api.wait(container_id, condition="removed", timeout=_REQUEST_TIMEOUT_S)
 
     async def close(self) -> None:
         """Ends the connection, after what is under way."""
+        self._is_closed = True
         await asyncio.to_thread(self._executor.shutdown, wait=True)
         self.api.close()
 
@@ -132,11 +155,11 @@ class DockerSandbox(ToolboxSandbox):
         Raises:
             SandboxError: the engine is gone, the image is missing or holds no Python 3, or `timeout_s` is over.
         """
-        creation = asyncio.ensure_future(_create(engine, spec, labels))
+        creation = engine.submit(engine.api.create_container, **_creation_settings(engine, spec, labels))
         stream = None
         try:
             async with asyncio.timeout(timeout_s):
-                container_id = await asyncio.shield(creation)
+                container_id = await _created(engine, creation, spec.image)
                 stream = await AttachedStream.attach(socket_path=engine.socket_path, container_id=container_id)
                 client = ToolboxClient(name=f"box {container_id[:12]}", write=stream.write)
                 stream.listen(on_output=client.feed, on_lost=client.lose)
@@ -145,7 +168,7 @@ class DockerSandbox(ToolboxSandbox):
         except BaseException as error:
             if stream is not None:
                 stream.close()
-            await asyncio.shield(asyncio.ensure_future(_undo(engine, creation)))
+            await _undo(engine, creation)
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the box did not start within {timeout_s} s") from None
             raise
@@ -160,28 +183,29 @@ class DockerSandbox(ToolboxSandbox):
             self._stream.close()
 
 
-async def _create(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) -> str:
-    """A container that has not been started; the engine names it."""
-    api = engine.api
+def _creation_settings(engine: Engine, spec: SandboxSpec, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Of a container that has no name: the engine gives it one."""
+    return {
+        "image": spec.image,
+        "entrypoint": container_command(_toolbox_settings(spec)),
+        "user": "0:0",
+        "working_dir": "/",
+        "stdin_open": True,
+        "tty": False,
+        "labels": dict(labels),
+        "healthcheck": {"test": ["NONE"]},
+        "host_config": engine.api.create_host_config(**_host_settings(spec)),
+    }
+
+
+async def _created(engine: Engine, creation: "asyncio.Future[Mapping[str, Any]]", image: str) -> str:
+    """The id of the container. Cancelled, it leaves the creation to go on."""
     try:
-        created = await engine.call(
-            api.create_container,
-            spec.image,
-            entrypoint=container_command(_toolbox_settings(spec)),
-            user="0:0",
-            working_dir="/",
-            stdin_open=True,
-            tty=False,
-            labels=dict(labels),
-            healthcheck={"test": ["NONE"]},
-            host_config=api.create_host_config(**_host_settings(spec)),
-        )
+        return str((await engine.answer(asyncio.shield(creation)))["Id"])
     except docker.errors.ImageNotFound:
-        raise SandboxError(f"image {spec.image} is missing: build it with `driftgym sandbox build`") from None
+        raise SandboxError(f"image {image} is missing: build it with `driftgym sandbox build`") from None
     except docker.errors.APIError as error:
         raise SandboxError(f"a box cannot be created: {_first_line(error)}") from None
-    container_id: str = created["Id"]
-    return container_id
 
 
 async def _start(engine: Engine, container_id: str, image: str) -> None:
@@ -205,13 +229,28 @@ def _start_error(image: str, reason: str) -> SandboxError:
     return SandboxError(f"a box of image {image} cannot be started: {reason}")
 
 
-async def _undo(engine: Engine, creation: "asyncio.Future[str]") -> None:
-    """Removes a container that is being, or has been, created."""
-    try:
-        container_id = await creation
-        await engine.remove(container_id)
-    except SandboxError:
-        return  # never created, or no engine to remove it; the reaper finds what is left
+async def _undo(engine: Engine, creation: "asyncio.Future[Mapping[str, Any]]") -> None:
+    """Removes a container that is being, or has been, created; the reaper finds what an engine that is gone leaves.
+
+    Each wait is for a call in a thread, which the end of the event loop does not cancel as it does tasks.
+    """
+    was_cancelled = await _outlast(creation)
+    if creation.exception() is None:
+        was_cancelled |= await _outlast(engine.submit(engine.remove_in_thread, creation.result()["Id"]))
+    if was_cancelled:
+        raise asyncio.CancelledError
+
+
+async def _outlast(submitted: "asyncio.Future[Any]") -> bool:
+    """Waits for the end of a submitted call, whatever comes of it. True when the wait was cancelled, and went on."""
+    was_cancelled = False
+    while not submitted.done():
+        try:
+            await asyncio.wait({submitted})
+        except asyncio.CancelledError:
+            was_cancelled = True
+    submitted.exception()  # seen, and of no interest here
+    return was_cancelled
 
 
 def _toolbox_settings(spec: SandboxSpec) -> dict[str, Any]:
@@ -220,7 +259,7 @@ def _toolbox_settings(spec: SandboxSpec) -> dict[str, Any]:
         "gid": AGENT_UID,
         "work_dir": "/work",
         "tmp_dir": "/tmp",
-        "more_dirs": ["/dev/shm"],
+        "more_dirs": ["/dev/shm", "/dev/mqueue"],
         "limits": {"nofile": spec.max_open_files},
     }
 
@@ -242,7 +281,9 @@ def _host_settings(spec: SandboxSpec) -> dict[str, Any]:
         "mem_limit": spec.memory_bytes,
         "memswap_limit": spec.memory_bytes,
         "pids_limit": spec.max_pids + _NUM_OWN_PIDS,
-        "nano_cpus": int(spec.num_cpus * 1e9),
+        # Not `nano_cpus`, which an engine of fewer cores refuses.
+        "cpu_period": _CPU_PERIOD_US,
+        "cpu_quota": int(spec.num_cpus * _CPU_PERIOD_US),
         "ulimits": [
             docker.types.Ulimit(name="nofile", soft=num_files, hard=num_files),
             docker.types.Ulimit(name="core", soft=0, hard=0),

@@ -47,9 +47,9 @@ class DockerProvider:
             if self._is_closed:
                 raise SandboxError("the provider of boxes is closed")
             box = await DockerSandbox.start(self._engine, spec, labels=self._labels, timeout_s=timeout_s)
-        if self._is_closed:
-            await box.close()
-            raise SandboxError("the provider of boxes was closed while a box started")
+            if self._is_closed:
+                await box.close()
+                raise SandboxError("the provider of boxes was closed while a box started")
         self._boxes = {known for known in self._boxes if not known.is_closed} | {box}
         return box
 
@@ -62,9 +62,12 @@ class DockerProvider:
         await self._engine.remove(sandbox_id)
 
     async def close(self) -> None:
-        """Closes the boxes that are still there, then the connection. Safe to call twice."""
+        """Closes the boxes that are still there, waits for starts under way, which clean up after themselves, and
+        ends the connection. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
         await asyncio.gather(*(box.close() for box in self._boxes))
+        for _ in range(_MAX_CONCURRENT_STARTS):
+            await self._turns.acquire()
         await self._engine.close()

@@ -18,6 +18,7 @@ DEBIAN_MIRROR = "http://deb.debian.org/debian"
 _PACKAGES = "python3"
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 _BUILD_TIMEOUT_S = 900.0
+_END_TIMEOUT_S = 30.0
 _BUILDER = "mmdebstrap"
 
 
@@ -82,12 +83,22 @@ async def _unpack_debian(archive: Path, *, mirror: str) -> None:
         raise SandboxError(f"{_BUILDER} did not end within {_BUILD_TIMEOUT_S:.0f} s") from None
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # it removes its own temporary folder
-            await process.wait()
+            await _end(process)
     if process.returncode != 0:
         words = output.decode("utf-8", "replace").strip()[-1000:]
         raise SandboxError(f"{_BUILDER} failed with exit code {process.returncode}: {words}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Asks the builder to end, since it removes its own temporary folder then; kills it when it does not."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def _import_archive(engine: Engine, archive: Path, *, tag: str) -> None:

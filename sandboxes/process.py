@@ -16,6 +16,7 @@ from driftgym.sandboxes.base import SandboxSpec
 from driftgym.sandboxes.toolbox_client import ToolboxClient
 from driftgym.sandboxes.toolbox_program import local_command
 from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
+from driftgym.sandboxes.toolbox_system import kill_all, processes_below
 
 _END_TIMEOUT_S = 10.0
 
@@ -72,7 +73,7 @@ class ProcessSandbox(ToolboxSandbox):
                 box = await asyncio.shield(opening)
                 await box._client.wait_ready()
         except BaseException as error:
-            await (await opening).close()
+            await asyncio.shield(asyncio.ensure_future(_undo(opening)))
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"the toolbox did not start within {timeout_s} s") from None
             raise
@@ -80,12 +81,18 @@ class ProcessSandbox(ToolboxSandbox):
 
     @classmethod
     async def _open(cls, spec: SandboxSpec) -> "ProcessSandbox":
-        """A box that may not serve yet."""
-        folders = (tempfile.mkdtemp(prefix="driftgym-work-"), tempfile.mkdtemp(prefix="driftgym-tmp-"))
-        log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the stream)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = _start_toolbox(spec, folders=folders, end=theirs, log=log)
+        """A box that may not serve yet. Raises SandboxError when this machine has no process, file or space for it."""
+        with contextlib.ExitStack() as undo:
+            try:
+                folders = (_make_folder("work", undo), _make_folder("tmp", undo))
+                log = undo.enter_context(tempfile.TemporaryFile())
+                ours, theirs = socket.socketpair()
+                undo.enter_context(ours)
+                with theirs:
+                    child = _start_toolbox(spec, folders=folders, end=theirs, log=log)
+            except OSError as error:
+                raise SandboxError(f"a box cannot be started on this machine: {error}") from None
+            undo.pop_all()
         stream = _Stream(log)
         # Nothing arrives before the next pass of the loop, so that the client is in its place by then.
         transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
@@ -103,10 +110,24 @@ class ProcessSandbox(ToolboxSandbox):
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await _wait_exit(self._child)
         except TimeoutError:
-            self._child.kill()
+            pid = self.pid
+            # What it has started, while it is still there to be found by.
+            kill_all(lambda: {pid, *processes_below(pid)})
             await _wait_exit(self._child)
         for folder in self._folders:  # the toolbox has removed them, unless it was killed
             shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _undo(opening: "asyncio.Future[ProcessSandbox]") -> None:
+    """Closes a box that is being, or has been, opened."""
+    with contextlib.suppress(SandboxError):  # then it never was
+        await (await opening).close()
+
+
+def _make_folder(name: str, undo: contextlib.ExitStack) -> str:
+    folder = tempfile.mkdtemp(prefix=f"driftgym-{name}-")
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _start_toolbox(

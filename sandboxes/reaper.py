@@ -1,6 +1,6 @@
 """Whose box is it, and is its owner still alive? Removes the boxes of dead owners, and never another's."""
 
-import contextlib
+import logging
 import os
 import socket
 import time
@@ -13,6 +13,8 @@ import docker.errors
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import SandboxInfo
 from driftgym.sandboxes.docker import Engine
+
+_logger = logging.getLogger(__name__)
 
 OWNER_LABEL = "driftgym.owner"
 RUN_LABEL = "driftgym.run"
@@ -30,18 +32,23 @@ def process_start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
 
 
+def own_host() -> str:
+    """Where this process's id means something: containers of one host may share its name, and number apart."""
+    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def own_label() -> str:
     """This process as an owner: host, process id, start time. A process id alone would be used again."""
-    return f"{socket.gethostname()}:{os.getpid()}:{process_start_time(os.getpid())}"
+    return f"{own_host()}:{os.getpid()}:{process_start_time(os.getpid())}"
 
 
 def is_owner_alive(owner: str) -> bool:
     """False only when it is certain that the owner is gone: it was on this host, and is not there any more."""
-    host, _, rest = owner.rpartition(":")[0].rpartition(":")
-    started = owner.rpartition(":")[2]
-    if host != socket.gethostname() or not rest.isdigit() or not started.isdigit():
+    rest, _, started = owner.rpartition(":")
+    host, _, pid = rest.rpartition(":")
+    if host != own_host() or not pid.isdecimal() or not started.isdecimal():
         return True
-    return process_start_time(int(rest)) == int(started)
+    return process_start_time(int(pid)) == int(started)
 
 
 async def list_boxes(engine: Engine) -> list[SandboxInfo]:
@@ -72,7 +79,9 @@ async def sweep(engine: Engine) -> int:
     for box in await list_boxes(engine):
         if box.owner_is_alive:
             continue
-        with contextlib.suppress(SandboxError):
+        try:
             await engine.remove(box.sandbox_id)
             num_removed += 1
+        except SandboxError as error:  # the others are removed all the same
+            _logger.warning("a box of a dead owner cannot be removed: %s", error)
     return num_removed

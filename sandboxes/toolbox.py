@@ -22,14 +22,14 @@ import signal
 import sys
 import time
 
-from driftgym.sandboxes.toolbox_io import Channel, Child, Poller, read_startup_error
+from driftgym.sandboxes.toolbox_io import Channel, Child, Poller
 from driftgym.sandboxes.toolbox_system import (
     READ_BYTES,
     OomCounter,
     ProcessTrees,
     adopt_orphans,
+    clean_up,
     empty_folder,
-    empty_folders,
     read_file,
     read_some,
     replace_process,
@@ -42,6 +42,9 @@ TYPE_CHECKING = False  # the module typing costs several milliseconds at each st
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+MAX_WAIT_S = 3600.0
+"""The kernel takes no wait of many days; a deadline may be that far, or infinite."""
 
 
 class Toolbox:
@@ -99,7 +102,7 @@ class Toolbox:
     def next_timeout(self) -> float | None:
         """Seconds until the next deadline; None without one."""
         deadlines = [child.deadline for child in self.children.values() if child.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return min(max(0.0, min(deadlines) - time.monotonic()), MAX_WAIT_S) if deadlines else None
 
     def expire(self) -> None:
         """Kills what is past its deadline. A command is answered for when it has been collected."""
@@ -109,6 +112,8 @@ class Toolbox:
                 continue
             child.deadline = None
             child.timed_out = True
+            if child.is_starting:
+                self.on_started(child, "it did not start in time")
             if child.ask_id is not None:
                 self.channel.send({"id": child.ask_id, "error": "timeout"})
                 child.ask_id = None
@@ -141,13 +146,20 @@ class Toolbox:
             self.channel.send({"id": request["id"], "error": "start", "message": "processes survive SIGKILL"})
             return
         folders = [self.settings["work_dir"], self.settings["tmp_dir"], *self.settings.get("more_dirs", ())]
-        self.run_command(request, lambda _: empty_folders(folders))
+        self.run_command(request, lambda _: clean_up(folders, self.is_local))
 
     def op_spawn(self, request: dict[str, Any], payload: bytes) -> None:
-        """Starts a line process; its key is the id of this request."""
+        """Starts a line process; its key is the id of this request, which is answered when its program runs."""
         argv = request["argv"]
         child = self.start(request, lambda env: replace_process(argv, env), is_line=True)
-        reason = read_startup_error(child)
+        child.deadline = child.started + request["timeout_s"]
+        self.poller.on_readable(child.fds[2], lambda: self.on_started(child))
+
+    def on_started(self, child: Child, reason: str = "") -> None:
+        """Answers for a line process whose program has taken over, or could not for `reason`."""
+        reason = reason or read_some(child.fds[2]).decode("utf-8", "replace")
+        child.close_fd(2)
+        child.deadline = None
         error = {"error": "start", "message": reason} if reason else {}
         self.channel.send({"id": child.key, **error})
 
@@ -247,6 +259,8 @@ class Toolbox:
 
     def finish(self, child: Child, status: int) -> None:
         """Answers for a process that has ended, with what its pipes still hold."""
+        if child.is_starting:
+            self.on_started(child)
         if (not child.is_line or child.ask_id is not None) and child.drain():
             self.answer_line(child)
         for which in (0, 1, 2):

@@ -140,7 +140,7 @@ class ToolboxClient:
                 payload = bytes(self._incoming[end - num_payload : end])
                 del self._incoming[:end]
                 self._take(fields, payload)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             self.lose(f"what answers is no toolbox: {error}")
 
     def _take(self, fields: dict[str, Any], payload: bytes) -> None:

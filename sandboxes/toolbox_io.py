@@ -13,7 +13,7 @@ import select
 import struct
 import time
 
-from driftgym.sandboxes.toolbox_system import MAX_PIPE_BYTES, READ_BYTES, read_some
+from driftgym.sandboxes.toolbox_system import MAX_PIPE_BYTES, read_some
 
 TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ class Channel:
 
     def receive(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """The requests that have come in whole."""
-        data = read_some(0, MAX_PIPE_BYTES)
+        try:
+            data = os.read(0, MAX_PIPE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
         if not data:
             self.is_closed = True
         self.incoming += data
@@ -135,7 +140,8 @@ class Child:
 
     def write_input(self, data: bytes) -> None:
         """Writes to standard input as fast as the process reads; then closes it, unless it is a line process."""
-        self.pending = memoryview(data)
+        # A process may have answered before it has read the whole of its last line.
+        self.pending = memoryview(bytes(self.pending) + data) if self.pending else memoryview(data)
         self._pump_input()
 
     def _pump_input(self) -> None:
@@ -192,10 +198,7 @@ class Child:
             self.poller.forget(fd)
             os.close(fd)
 
-
-def read_startup_error(child: Child) -> str:
-    """Waits until a line process has started its program; why it could not, or an empty string."""
-    os.set_blocking(child.fds[2], True)
-    reason = os.read(child.fds[2], READ_BYTES)  # ends when the program takes over, since the pipe closes on exec
-    child.close_fd(2)
-    return reason.decode("utf-8", "replace")
+    @property
+    def is_starting(self) -> bool:
+        """True until the program of a line process has taken over: its third pipe closes then."""
+        return self.is_line and self.fds[2] >= 0

@@ -26,6 +26,7 @@ MAX_PIPE_BYTES = 1024 * 1024
 GROUP_BASE = 1 << 20
 TAG_NAME = "DRIFTGYM_CALL"
 OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+IPC_TABLES = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 KILL_WAIT_S = 5.0
 ENDED = (b"Z", b"X")
 MAX_STOP_ROUNDS = 100
@@ -238,6 +239,7 @@ def run_as_agent(
     report = ends[5]
     code = 127
     try:
+        signal.set_wakeup_fd(-1)  # it is the toolbox's: a signal to this process must not look like one to that
         os.setsid()
         # While still root: of this box, the kernel shall kill the agent's processes for memory, not the toolbox.
         os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
@@ -304,7 +306,7 @@ def read_file(path: str, max_bytes: int) -> int:
                 break
             write_whole(1, data)
             num_left -= len(data)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return report_error(error)
     return 0
 
@@ -321,15 +323,18 @@ def write_file(path: str) -> int:
             if not data:
                 return 0
             write_whole(fd, data)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return report_error(error)
 
 
-def empty_folders(folders: list[str]) -> int:
-    """Empties folders of the agent's."""
+def clean_up(folders: list[str], is_local: bool) -> int:
+    """Empties folders of the agent's; System V objects outlive processes: a container that holds some is not clean."""
     try:
         for folder in folders:
             empty_folder(folder)
+        for path in () if is_local else IPC_TABLES:
+            if read_path(path).count(b"\n") > 1:  # below the heading
+                raise OSError(16, "objects are left in " + path)
     except OSError as error:
         return report_error(error)
     return 0
@@ -381,8 +386,10 @@ def write_whole(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def report_error(error: OSError) -> int:
-    """Tells the client the error's number and words; the exit code is that of a failed body."""
-    sys.stderr.write(f"{error.errno or 0} {error.strerror}")
+def report_error(error: OSError | ValueError) -> int:
+    """Tells the client the error's number and words; the exit code is that of a failed body. A path that is none
+    (a null byte, half a character) is a ValueError, and EINVAL to the client."""
+    number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (22, "Invalid path")
+    sys.stderr.write(f"{number or 0} {words}")
     sys.stderr.flush()
     return 1

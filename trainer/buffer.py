@@ -14,7 +14,7 @@ from driftgym.types import TrajectoryGroup
 class Batch:
     """What one step trains.
 
-    >>> Batch(groups=(), dropped=(), is_last=True).groups
+    >>> Batch(groups=(), dropped=()).groups
     ()
     """
 
@@ -22,8 +22,6 @@ class Batch:
     """The groups to train, in the order they are due; empty when nothing is left to train."""
     dropped: tuple[TrajectoryGroup, ...]
     """Groups that were too old and are left out."""
-    is_last: bool
-    """True when nothing comes after it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +141,7 @@ class GroupBuffer:
         if groups:
             self._next_version += 1
             self.notify()
-        return Batch(groups=groups, dropped=dropped, is_last=choice.is_last)
+        return Batch(groups=groups, dropped=dropped)
 
     def _pop(self, group_id: str) -> TrajectoryGroup:
         group = self._entries.pop(group_id).group

@@ -20,6 +20,7 @@ from driftgym.trainer.staleness import LagHistogram, newest_version, oldest_vers
 from driftgym.trainer.tally import Tally
 from driftgym.types import Trajectory, TrajectoryGroup
 
+_EVENT_KEY = "event:"  # in `meta`, before the name of what is counted
 GroupState = Literal["issued", "finished", "failed", "trained", "dropped"]
 
 _SCHEMA = """
@@ -100,10 +101,14 @@ class Journal:
         path = run_dir / "journal.sqlite"
         try:
             connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+        except sqlite3.Error as error:
+            raise TrainingError(f"{path}: cannot be opened as a journal ({error})") from None
+        try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.executescript(_SCHEMA)
         except sqlite3.Error as error:
+            connection.close()
             raise TrainingError(f"{path}: cannot be opened as a journal ({error})") from None
         return cls(connection, trajectories)
 
@@ -136,7 +141,8 @@ class Journal:
         write_group(self._path(group.group_id), group)
 
     def finish(self, group: TrajectoryGroup, *, failed: bool, step: int | None = None) -> None:
-        """A group's episodes have ended. A failed one (no member is scored) is consumed with that, before `step`."""
+        """A group's episodes have ended. A failed one (no member is scored) is consumed with that, no later than by
+        `step`."""
         errors = [t.error for t in group.trajectories if t.error]
         tally = self.tally
         with self._transaction():
@@ -148,7 +154,7 @@ class Journal:
                     oldest_version(group),
                     newest_version(group),
                     step if failed else None,
-                    errors[0] if errors else None,
+                    _sql_text(errors[0]) if errors else None,
                     len(group.trajectories),
                     sum(t.status.is_scored for t in group.trajectories),
                     group.group_id,
@@ -159,14 +165,16 @@ class Journal:
                 [_episode_values(t) for t in group.trajectories],
             )
         for trajectory in group.trajectories:
-            tally.add(status=trajectory.status, events=trajectory.events)
+            tally.add(status=trajectory.status, events=trajectory.events, num_retries=trajectory.attempt)
 
-    def fail(self, group_id: str, *, step: int, error: str) -> None:
-        """A group was lost as a whole, without any record of its episodes."""
+    def count_event(self, name: str) -> None:
+        """Something happened to the run that no episode tells of. It stays counted, whatever is rolled back."""
+        tally = self.tally
         with self._transaction():
             self._db.execute(
-                "UPDATE groups SET state = 'failed', step = ?, error = ? WHERE group_id = ?", (step, error, group_id)
+                "INSERT INTO meta VALUES (?, 1) ON CONFLICT (key) DO UPDATE SET value = value + 1", (_EVENT_KEY + name,)
             )
+        tally.count(name)
 
     def consume(
         self,
@@ -177,21 +185,28 @@ class Journal:
         row: Mapping[str, Any],
         lags: LagHistogram,
     ) -> None:
-        """A step was done: `trained` groups went into it, `dropped` ones were too old; `row` are its metrics."""
+        """A step was done: `trained` groups went into it, `dropped` ones were too old; `row` are its metrics.
+
+        Raises:
+            TrainingError: one of them is not finished, or was consumed before; nothing is changed.
+        """
         with self._transaction():
             for state, group_ids in (("trained", trained), ("dropped", dropped)):
-                self._db.executemany(
-                    "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'",
-                    [(state, step, group_id) for group_id in group_ids],
-                )
+                for group_id in group_ids:
+                    changed = self._db.execute(
+                        "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'",
+                        (state, step, group_id),
+                    )
+                    if changed.rowcount != 1:
+                        raise TrainingError(f"step {step} consumed {group_id}, which is not finished and unconsumed")
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?)",
                 (step, self._incarnation, json.dumps(row), json.dumps(lags.counts)),
             )
 
     def roll_back(self, step: int) -> None:
-        """Back to the moment after `step`: what later steps consumed is unconsumed, and groups that hold tokens of
-        versions above `step`, which are lost, are unfinished again. Failed groups stay consumed."""
+        """Back to the moment after `step`: what later steps consumed is unconsumed, and groups that failed since, or
+        that hold tokens of versions above `step`, which are lost, are unfinished again."""
         with self._transaction():
             self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._db.execute(
@@ -199,7 +214,9 @@ class Journal:
                 (step,),
             )
             lost = self._db.execute(
-                "SELECT group_id FROM groups WHERE state = 'finished' AND newest_version > ?", (step,)
+                "SELECT group_id FROM groups"
+                " WHERE state = 'finished' AND newest_version > ? OR state = 'failed' AND step > ?",
+                (step, step),
             ).fetchall()
             self._unfinish(group_id for (group_id,) in lost)
 
@@ -258,11 +275,14 @@ class Journal:
 
     @property
     def tally(self) -> Tally:
-        """What went wrong and what happened, over every episode that ended."""
+        """What went wrong and what happened, over every episode that ended and in every life of the run."""
         if self._tally is None:
             self._tally = Tally()
-            for status, events in self._db.execute("SELECT status, events FROM episodes"):
-                self._tally.add(status=status, events=json.loads(events))
+            for status, events, attempt in self._db.execute("SELECT status, events, attempt FROM episodes"):
+                self._tally.add(status=status, events=json.loads(events), num_retries=attempt)
+            for key, times in self._db.execute("SELECT key, value FROM meta"):
+                if key.startswith(_EVENT_KEY):
+                    self._tally.count(key.removeprefix(_EVENT_KEY), times)
         return self._tally
 
     def flush(self) -> None:
@@ -282,7 +302,7 @@ class Journal:
             self._db.execute("DELETE FROM episodes WHERE group_id = ?", (group_id,))
             self._db.execute(
                 "UPDATE groups SET state = 'issued', oldest_version = NULL, newest_version = NULL, error = NULL,"
-                " num_ended = 0, num_scored = 0 WHERE group_id = ?",
+                " step = NULL, num_ended = 0, num_scored = 0 WHERE group_id = ?",
                 (group_id,),
             )
 
@@ -311,6 +331,11 @@ def _episode_values(trajectory: Trajectory) -> tuple[Any, ...]:
         len(trajectory.turns),
         trajectory.started_at,
         trajectory.ended_at,
-        trajectory.error,
+        _sql_text(trajectory.error),
         json.dumps(dict(trajectory.events)),
     )
+
+
+def _sql_text(text: str | None) -> str | None:
+    """`text` with lone surrogates, which SQLite cannot hold, written as escapes: errors quote what programs print."""
+    return text if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")

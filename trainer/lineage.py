@@ -93,6 +93,7 @@ def take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[st
         TrainingError: journal and checkpoint do not belong together.
     """
     checkpoints = run_dir / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
     checkpoint = newest_complete(checkpoints, say=say)
     version = 0 if checkpoint is None else _version_of(checkpoint)
     if journal.last_step() < version:

@@ -8,7 +8,7 @@ learner, generators that are gone, and a lag above the bound end it with an erro
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,7 +18,7 @@ import pydantic
 
 from driftgym.agents.generators.base import GeneratorHealth
 from driftgym.config import Config, Limits
-from driftgym.errors import DriftgymError, GeneratorError, TrainingError
+from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
 from driftgym.trainer.advantages import AdvantageMethod, group_advantages
 from driftgym.trainer.buffer import Batch, GroupBuffer
@@ -32,12 +32,16 @@ from driftgym.trainer.summary import LengthRatio, RunClock, batch_figures
 from driftgym.trainer.training_client import StepReport, TrainingClient
 from driftgym.types import Segment, TrajectoryGroup, WeightUpdate
 
+_SYNC: Mapping[str, Any] = {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1}
+
 
 class TrainerConfig(Config):
     """How rollouts and optimizer steps go together."""
 
     mode: Literal["async", "sync"] = pydantic.Field(
-        "async", description="`sync` generates a batch with the newest weights, then trains it, in turn."
+        "async",
+        description="`sync` generates a batch with the newest weights, then trains it, in turn; it settles max_lag, "
+        "weight_update and publish_every_steps.",
     )
     max_steps: int = pydantic.Field(100, gt=0, description="The run ends with this policy version.")
     groups_per_step: int = pydantic.Field(4, gt=0)
@@ -59,6 +63,12 @@ class TrainerConfig(Config):
     checkpoint_every_steps: int = pydantic.Field(50, gt=0)
     advantage: AdvantageMethod = "group_mean"
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _fill_from_mode(cls, data: Any) -> Any:
+        """What the mode settles need not be given."""
+        return {**_SYNC, **data} if isinstance(data, dict) and data.get("mode") == "sync" else data
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TrainerConfig":
         for problem in (self._sync_problem(), self._async_problem()):
@@ -67,9 +77,9 @@ class TrainerConfig(Config):
         return self
 
     def _sync_problem(self) -> str | None:
-        wanted = {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1}
-        if self.mode == "sync" and any(getattr(self, name) != value for name, value in wanted.items()):
-            return "mode sync needs max_lag: 0, weight_update: drain and publish_every_steps: 1"
+        if self.mode == "sync" and any(getattr(self, name) != value for name, value in _SYNC.items()):
+            needs = ", ".join(f"{name}: {value}" for name, value in _SYNC.items())
+            return f"mode sync needs {needs}; set them so, or leave them out"
         return None
 
     def _async_problem(self) -> str | None:
@@ -184,6 +194,7 @@ class Trainer:
         if self._checkpointed is None:
             await self._write_checkpoint()
         self._clock.start_loop()
+        self._look_at_engines()
         async with self._producing():
             try:
                 while self._version < self._config.max_steps:
@@ -289,7 +300,7 @@ class Trainer:
         drain = self._config.weight_update == "drain"
         try:
             await self._parts.engines.update_weights(update, drain=drain, timeout_s=self._limits.weight_update_s)
-        except DriftgymError as error:
+        except Exception as error:  # whatever it is: without new weights, groups may be waited for without end
             self._buffer.abort(error)
             raise
         self._buffer.notify()

@@ -29,7 +29,7 @@ from driftgym.trainer.models import resolve_model
 from driftgym.trainer.run_config import RunConfig
 from driftgym.trainer.segments import segments_of
 from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
-from driftgym.types import Task, TrajectoryGroup, WeightUpdate
+from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightUpdate
 
 _DEMONSTRATION_SEED = 1 << 20  # added to the run's seed: what is demonstrated is not what is played
 
@@ -55,7 +55,7 @@ class StartRequest:
     """What one life of a run starts from.
 
     >>> StartRequest.__slots__
-    ('config', 'run_dir', 'lineage', 'incarnation', 'say')
+    ('config', 'run_dir', 'lineage', 'incarnation', 'say', 'count')
     """
 
     config: RunConfig
@@ -68,6 +68,8 @@ class StartRequest:
     """Which life it is."""
     say: Callable[[str], None]
     """Takes news for people."""
+    count: Callable[[str], None]
+    """Counts an event by its name, for the summary."""
 
 
 async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: Callable[[str], None]) -> Prepared:
@@ -103,7 +105,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
         await _warm_up(request, client, slots, prepared.renderer)
     update = await client.publish(request.run_dir / "weights")
     say("starting the generator")
-    engines = await _start_engines(config, update, closer)
+    engines = await _start_engines(request, update, closer)
     agent = ToolAgent(engines, prepared.renderer, config.agent)
 
     async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
@@ -116,6 +118,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
             limits=config.limits,
             config=config.rollout,
             min_policy_version=min_policy_version,
+            on_ended=lambda trajectory: _tell_infra_error(trajectory, say),
         )
 
     tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
@@ -141,6 +144,13 @@ class Closer:
                 await close()
         except Exception as error:  # the other parts must be closed, and the run's own error told
             self._say(f"closing {name} failed: {type(error).__name__}: {error}")
+
+
+def _tell_infra_error(trajectory: Trajectory, say: Callable[[str], None]) -> None:
+    """Each attempt that infrastructure failed, also one that is tried again: its cause is in no other place."""
+    if trajectory.status is TrajectoryStatus.INFRA_ERROR:
+        last_line = (trajectory.error or "no reason given").strip().splitlines()[-1]
+        say(f"episode {trajectory.trajectory_id} failed by infrastructure: {last_line}")
 
 
 def _open_slots(config: RunConfig, provider: SandboxProvider) -> EnvSlots:
@@ -199,20 +209,13 @@ async def _warm_up(request: StartRequest, client: ProcessTrainingClient, slots: 
     request.say("warmed up: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
 
 
-class _RunPool(GeneratorPool):
-    """A pool that knows which weights an engine started in the place of a lost one begins with."""
-
-    latest: WeightUpdate
-
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
-        """As `GeneratorPool.update_weights`."""
-        self.latest = update
-        await super().update_weights(update, drain=drain, timeout_s=timeout_s)
-
-
-async def _start_engines(config: RunConfig, update: WeightUpdate, closer: Closer) -> GeneratorPool:
+async def _start_engines(request: StartRequest, update: WeightUpdate, closer: Closer) -> GeneratorPool:
     """The generators of the run, all with the weights of `update`."""
-    timeout_s = config.limits.weight_update_s
+    config, timeout_s = request.config, request.config.limits.weight_update_s
+
+    def tell(event: str, text: str) -> None:
+        request.say(text)
+        request.count(event)
 
     async def start(weights: WeightUpdate) -> Generator:
         return await start_embedded(
@@ -221,6 +224,7 @@ async def _start_engines(config: RunConfig, update: WeightUpdate, closer: Closer
             incarnation=weights.incarnation,
             policy_version=weights.policy_version,
             timeout_s=timeout_s,
+            close_timeout_s=config.limits.close_s,
         )
 
     if config.generator.kind == "sglang":
@@ -229,17 +233,17 @@ async def _start_engines(config: RunConfig, update: WeightUpdate, closer: Closer
             SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=max_concurrency)
             for url in config.generator.urls
         ]
-        pool = _RunPool(servers, policy_version=update.policy_version)
+        pool = GeneratorPool(servers, policy_version=update.policy_version, on_event=tell)
         closer.add("the generators", pool.close)
         await pool.update_weights(update, drain=False, timeout_s=timeout_s)
         return pool
-    pool = _RunPool(
+    pool = GeneratorPool(
         await _start_all(lambda: start(update), num=config.generator.num_servers),
         policy_version=update.policy_version,
-        restart=lambda: start(pool.latest),
+        restart=lambda: start(pool.latest_update or update),
         restart_timeout_s=timeout_s,
+        on_event=tell,
     )
-    pool.latest = update
     closer.add("the generators", pool.close)
     return pool
 

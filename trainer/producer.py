@@ -6,6 +6,7 @@ group's alone; only a run of failures without a single scored episode in between
 """
 
 import asyncio
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from driftgym.errors import DriftgymError, TrainingError
 from driftgym.trainer.buffer import GroupBuffer
 from driftgym.trainer.journal import GroupRow, Journal
 from driftgym.trainer.staleness import LagRule
-from driftgym.types import Task, TrajectoryGroup
+from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 _MIN_FAILED_IN_A_ROW = 8  # fewer may be bad luck: with nothing scored for longer, nothing will be
 
@@ -145,49 +146,63 @@ class Producer:
         playing.add_done_callback(self._playing.discard)
 
     async def _play_one(self, task: Task, group_id: str, min_policy_version: int) -> None:
+        started_at = time.time()
         try:
             group = await self._play(task, group_id=group_id, min_policy_version=min_policy_version)
         except Exception as error:  # this group's alone, whatever it is; recorded with its traceback
-            reason = "".join(traceback.format_exception(error))
-            self._record(group_id, lambda: self._lose(group_id, reason))
-            return
+            group = lost_group(
+                task, group_id=group_id, group_size=self._supply.group_size, error=error, started_at=started_at
+            )
         try:
             await asyncio.to_thread(self._journal.write_trajectories, group)
-        except TrainingError as error:
+            self._finish(group)
+        except DriftgymError as error:
             self._buffer.abort(error)
-            return
-        self._record(group_id, lambda: self._finish(group))
-
-    def _record(self, group_id: str, change: Callable[[], None]) -> None:
-        """Makes a change to journal and buffer; one that fails ends the run, since nothing may be lost."""
-        try:
-            change()
-        except Exception as error:
-            self._buffer.abort(error if isinstance(error, DriftgymError) else _unexpected(group_id, error))
+        except Exception as error:  # nothing may be lost: what cannot be recorded ends the run
+            self._buffer.abort(TrainingError(f"group {group_id} cannot be recorded: {type(error).__name__}: {error}"))
 
     def _finish(self, group: TrajectoryGroup) -> None:
         is_failed = not any(trajectory.status.is_scored for trajectory in group.trajectories)
         self._journal.finish(group, failed=is_failed, step=self._buffer.next_version + 1)
-        if not is_failed:
+        if is_failed:
+            self._buffer.discard(group.group_id)
+            self._count_failure(group)
+        else:
             self._num_failed_in_a_row = 0
             self._buffer.finish(group)
+
+    def _count_failure(self, group: TrajectoryGroup) -> None:
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row < max(_MIN_FAILED_IN_A_ROW, 2 * self._supply.max_in_flight_groups):
             return
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
-        self._count_failure(group.group_id, errors[-1] if errors else "no reason given")
-
-    def _lose(self, group_id: str, reason: str) -> None:
-        self._journal.fail(group_id, step=self._buffer.next_version + 1, error=reason)
-        self._count_failure(group_id, reason)
-
-    def _count_failure(self, group_id: str, reason: str) -> None:
-        self._buffer.discard(group_id)
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= max(_MIN_FAILED_IN_A_ROW, 2 * self._supply.max_in_flight_groups):
-            last_line = reason.strip().splitlines()[-1]
-            raise TrainingError(
-                f"the last {self._num_failed_in_a_row} groups gave no scored episode; the last error: {last_line}"
-            )
+        last_line = (errors or ["no reason given"])[-1].strip().splitlines()[-1]
+        raise TrainingError(
+            f"the last {self._num_failed_in_a_row} groups gave no scored episode; the last error: {last_line}"
+        )
 
 
-def _unexpected(group_id: str, error: Exception) -> TrainingError:
-    return TrainingError(f"group {group_id} cannot be recorded: {type(error).__name__}: {error}")
+def lost_group(
+    task: Task, *, group_id: str, group_size: int, error: BaseException, started_at: float
+) -> TrajectoryGroup:
+    """The record of a group that raised as a whole: each of its members failed by the infrastructure.
+
+    What members meet is theirs to record, so this is a fault of the runner: nobody's score, and counted.
+    """
+    text = "".join(traceback.format_exception(error))
+    members = tuple(
+        Trajectory(
+            trajectory_id=f"{group_id}-{member}-0",
+            group_id=group_id,
+            member=member,
+            attempt=0,
+            task_id=task.task_id,
+            turns=(),
+            status=TrajectoryStatus.INFRA_ERROR,
+            error=text,
+            started_at=started_at,
+            ended_at=time.time(),
+        )
+        for member in range(group_size)
+    )
+    return TrajectoryGroup(group_id=group_id, task=task, trajectories=members)

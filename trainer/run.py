@@ -5,12 +5,12 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driftgym.errors import TrainingError
+from driftgym.errors import ConfigError, TrainingError
 from driftgym.metrics import ConsoleSink, JsonlWriter, Metrics, Sink, WandbSink
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.lineage import lock_run, take_up
@@ -65,7 +65,14 @@ async def _prepared(config: RunConfig, run_dir: Callable[[], Path]) -> RunResult
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(stop.on_signals(say=_print_error))
         prepared = await stop.or_stop(prepare(config, stack, say=_print_error))
-        return await live(config, run_dir(), stop=stop, start=functools.partial(start_parts, prepared))
+        folder = run_dir()
+        try:
+            return await live(config, folder, stop=stop, start=functools.partial(start_parts, prepared))
+        except ConfigError:
+            raise
+        except Exception:
+            _print_error(f"the run failed; go on from its last checkpoint with: driftgym train --resume {folder}")
+            raise
 
 
 async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartParts) -> RunResult:
@@ -82,19 +89,22 @@ async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartPart
         lineage = take_up(run_dir, journal, config.trainer.lag_rule, say=_print_error)
         rows = journal.step_rows()
         clock = RunClock(rows[-1] if rows else {})
-        async with _metrics(config, run_dir) as metrics:
-            request = StartRequest(
-                config=config,
-                run_dir=run_dir,
-                lineage=lineage,
-                incarnation=journal.incarnation,
-                say=metrics.say,
-            )
-            life = _Life(request=request, journal=journal, metrics=metrics, clock=clock, stop=stop)
-            try:
-                is_interrupted = await life.run(start)
-            finally:
-                summary = _sum_up(journal, clock, run_dir, metrics)
+        metrics = Metrics(JsonlWriter(run_dir / "metrics.jsonl"), _sinks(config, run_dir))
+        request = StartRequest(
+            config=config,
+            run_dir=run_dir,
+            lineage=lineage,
+            incarnation=journal.incarnation,
+            say=metrics.say,
+            count=journal.count_event,
+        )
+        life = _Life(request=request, journal=journal, metrics=metrics, clock=clock, stop=stop)
+        try:
+            is_interrupted = await life.run(start)
+        finally:
+            # The sinks first: what they drop at the end is in the summary.
+            await asyncio.to_thread(metrics.close, timeout_s=config.limits.close_s)
+            summary = _sum_up(journal, clock, run_dir, metrics)
         rows = journal.step_rows()
     return RunResult(run_dir=run_dir, summary=summary, rows=rows, is_interrupted=is_interrupted)
 
@@ -115,25 +125,31 @@ class _Life:
 
     async def run(self, start: StartParts) -> bool:
         """Starts the parts, trains, and closes them. True when the user stopped it."""
-        config = self.request.config
+        request = self.request
+        self.metrics.say(f"run: {request.run_dir}")
+        if request.lineage.policy_version >= request.config.trainer.max_steps:
+            self.metrics.say(f"step {request.lineage.policy_version} was the last: nothing is left to train")
+            return False
         try:
             async with contextlib.AsyncExitStack() as stack:
-                parts: Parts = await self.stop.or_stop(start(self.request, stack))
-                trainer = Trainer(
-                    config=config.trainer,
-                    parts=parts,
-                    run_dir=self.request.run_dir,
-                    lineage=self.request.lineage,
-                    journal=self.journal,
-                    metrics=self.metrics,
-                    clock=self.clock,
-                    stop=self.stop,
-                    limits=config.limits,
-                )
-                await trainer.run()
+                parts: Parts = await self.stop.or_stop(start(request, stack))
+                await self._trainer(parts).run()
         except RunInterruptedError:
             return True
         return False
+
+    def _trainer(self, parts: Parts) -> Trainer:
+        return Trainer(
+            config=self.request.config.trainer,
+            parts=parts,
+            run_dir=self.request.run_dir,
+            lineage=self.request.lineage,
+            journal=self.journal,
+            metrics=self.metrics,
+            clock=self.clock,
+            stop=self.stop,
+            limits=self.request.config.limits,
+        )
 
 
 @contextlib.contextmanager
@@ -145,15 +161,6 @@ def _held(run_dir: Path) -> Iterator[Journal]:
             yield journal
     finally:
         os.close(lock)
-
-
-@contextlib.asynccontextmanager
-async def _metrics(config: RunConfig, run_dir: Path) -> AsyncIterator[Metrics]:
-    metrics = Metrics(JsonlWriter(run_dir / "metrics.jsonl"), _sinks(config, run_dir))
-    try:
-        yield metrics
-    finally:
-        await asyncio.to_thread(metrics.close, timeout_s=config.limits.close_s)
 
 
 def _sinks(config: RunConfig, run_dir: Path) -> list[Sink]:

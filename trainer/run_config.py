@@ -20,6 +20,7 @@ from driftgym.trainer.loop import TrainerConfig
 from driftgym.trainer.training_client import LearnerConfig, ModelConfig, WarmupConfig
 
 RESOLVED_NAME = "config.resolved.yaml"
+_PARTS_OF_A_RUN = ("journal.sqlite", "metrics.jsonl", "summary.json", "checkpoints", "trajectories")
 
 
 class EnvConfig(Config):
@@ -34,7 +35,7 @@ class DemonstrationConfig(Config):
 
     num_episodes: int = pydantic.Field(256, gt=0)
     skill: float = pydantic.Field(
-        0.0, ge=0, le=1, description="How often the oracle chooses the right tool; otherwise any, at random."
+        0.0, ge=0, le=1, description="How often the oracle chooses the right tool; otherwise another, at random."
     )
 
 
@@ -95,14 +96,26 @@ def load_resolved(run_dir: Path) -> tuple[RunConfig, Path]:
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Raises ConfigError when it is clear already that the run folder cannot be made, or holds a run."""
+    """Raises ConfigError when it is clear already that the run folder cannot be made, or holds (parts of) a run."""
     run_dir = (config.run_dir or Path("runs")).resolve()
+    try:
+        problem = _problem_of(run_dir)
+    except OSError as error:
+        problem = f"cannot be made ({error.strerror})"
+    if problem:
+        raise ConfigError(f"run_dir: {run_dir}: {problem}; choose another folder")
+
+
+def _problem_of(run_dir: Path) -> str | None:
     if (run_dir / RESOLVED_NAME).exists():
-        raise ConfigError(f"run_dir: {run_dir}: holds a run already; go on with --resume, or choose another folder")
+        return "holds a run already, to go on with by --resume"
+    parts = [name for name in _PARTS_OF_A_RUN if (run_dir / name).exists()]
+    if parts:
+        return f"holds {parts[0]} of a run whose {RESOLVED_NAME} is missing"
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is not writable" if existing.is_dir() else "is not a folder"
-        raise ConfigError(f"run_dir: {run_dir}: cannot be made, since {existing} {reason}; choose another folder")
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"cannot be made, since {existing} {'is not writable' if existing.is_dir() else 'is not a folder'}"
 
 
 def make_run_dir(config: RunConfig) -> Path:
@@ -111,14 +124,14 @@ def make_run_dir(config: RunConfig) -> Path:
     Raises:
         ConfigError: it cannot be written, or holds a run already.
     """
-    check_run_dir(config)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     run_dir = (config.run_dir or Path("runs") / f"{config.name}-{stamp}").resolve()
+    config = config.model_copy(update={"run_dir": run_dir})
+    check_run_dir(config)
     try:
         for folder in (run_dir, run_dir / "checkpoints", run_dir / "trajectories"):
             folder.mkdir(parents=True, exist_ok=True)
-        text = dump_config(config.model_copy(update={"run_dir": run_dir}))
-        (run_dir / RESOLVED_NAME).write_text(text, encoding="utf-8")
+        (run_dir / RESOLVED_NAME).write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run_dir: {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
     return run_dir

@@ -33,11 +33,6 @@ class Stop:
         """Asks the run to stop."""
         self._requested.set()
 
-    def check(self) -> None:
-        """Raises RunInterruptedError when the run is to stop."""
-        if self.is_requested:
-            raise RunInterruptedError
-
     async def or_stop(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The result of `work`; when the run is to stop first, `work` is cancelled and RunInterruptedError raised."""
         task = asyncio.ensure_future(work)

@@ -44,7 +44,7 @@ def parse_answer(
             logprobs=logprobs,
             policy_versions=_versions(meta, len(token_ids), incarnation, had_update),
             kv_min_policy_version=None if kv_min is None else _policy_version(kv_min, incarnation),
-            finish_reason=_finish_reason(meta["finish_reason"]),
+            finish_reason=_finish_reason(meta["finish_reason"], num_tokens=len(token_ids)),
             latency_s=max(0.0, elapsed_s - float(meta.get("queue_time") or 0.0)),
             extras={key: meta[key] for key in _EXTRAS if key in meta},
         )
@@ -54,6 +54,8 @@ def parse_answer(
 
 
 def _tokens(output_ids: Any, pairs: Any, vocab_size: int | None) -> tuple[Int32Array, Float32Array]:
+    if any(type(token_id) is not int for token_id in output_ids):
+        raise ValueError("token ids that are none")
     token_ids = int32_array(output_ids)
     logprobs = float32_array([pair[0] for pair in pairs])
     if [pair[1] for pair in pairs] != list(output_ids):
@@ -65,12 +67,14 @@ def _tokens(output_ids: Any, pairs: Any, vocab_size: int | None) -> tuple[Int32A
     return token_ids, logprobs
 
 
-def _finish_reason(reason: Mapping[str, Any]) -> FinishReason:
+def _finish_reason(reason: Mapping[str, Any], *, num_tokens: int) -> FinishReason:
     kind = reason["type"]
     if kind not in ("stop", "length", "abort"):
         raise ValueError(f"unknown finish reason {kind!r}")
     if kind == "abort" and (reason.get("status_code") or reason.get("err_type")):
         raise ValueError(f"the engine gave up: {reason.get('message')}")
+    if kind != "abort" and not num_tokens:
+        raise ValueError("it ended without a token, which no policy can do")
     finish: FinishReason = kind
     return finish
 
@@ -98,7 +102,7 @@ def _versions(meta: Mapping[str, Any], length: int, incarnation: int, had_update
 def _policy_version(name: Any, incarnation: int) -> int:
     try:
         version = WeightVersion.parse(name)
-    except (AttributeError, ValueError):
+    except (TypeError, ValueError):
         raise ValueError(f"weights {name!r}, which no run published") from None
     if version.incarnation != incarnation:
         raise ValueError(f"weights {name!r} of another life of the run, this is {incarnation}")

@@ -1,10 +1,13 @@
 """The contract of a generator, and the name that versions of weights have on the wire."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from driftgym.types import Completion, SamplingParams, WeightUpdate
+
+_VERSION = re.compile(r"([0-9]+):([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -28,8 +31,10 @@ class WeightVersion:
     @classmethod
     def parse(cls, text: str) -> "WeightVersion":
         """The version that `text` names. Raises ValueError when it is not of the form `incarnation:version`."""
-        incarnation, _, version = text.partition(":")
-        return cls(incarnation=int(incarnation), policy_version=int(version))
+        found = _VERSION.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not of the form incarnation:version")
+        return cls(incarnation=int(found[1]), policy_version=int(found[2]))
 
 
 class Generator(Protocol):

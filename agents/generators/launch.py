@@ -149,9 +149,15 @@ class EmbeddedServer:
 
 
 async def start_embedded(
-    model_folder: Path, config: GeneratorConfig, *, incarnation: int, policy_version: int, timeout_s: float
+    model_folder: Path,
+    config: GeneratorConfig,
+    *,
+    incarnation: int,
+    policy_version: int,
+    timeout_s: float,
+    close_timeout_s: float,
 ) -> SGLangGenerator:
-    """A generator on an embedded server of its own, which ends when the generator is closed.
+    """A generator on an embedded server of its own, which ends when the generator is closed, within `close_timeout_s`.
 
     Raises:
         GeneratorError: as `EmbeddedServer.start`.
@@ -159,7 +165,13 @@ async def start_embedded(
     server = await EmbeddedServer.start(
         model_folder, config, incarnation=incarnation, policy_version=policy_version, timeout_s=timeout_s
     )
-    return SGLangGenerator(server.url, incarnation=incarnation, max_concurrency=config.max_concurrency, server=server)
+    return SGLangGenerator(
+        server.url,
+        incarnation=incarnation,
+        max_concurrency=config.max_concurrency,
+        server=server,
+        close_timeout_s=close_timeout_s,
+    )
 
 
 def _server_arguments(model_folder: Path, config: GeneratorConfig, version: WeightVersion) -> list[str]:

@@ -2,8 +2,8 @@
 
 A session stays on one engine, where its prefix lies, while that one is not overloaded; a new session goes to the
 engine with the fewest requests under way, then to the one that was given the fewest so far. An engine that does not
-answer any more, or that fails to take weights, is taken out, which is logged; its requests are sent to another one,
-and `restart` is asked for a new one.
+answer any more, or that fails to take weights, is taken out, which is reported; its requests are sent to another
+one, and `restart` is asked for a new one.
 """
 
 import asyncio
@@ -11,19 +11,20 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from driftgym.agents.generators.base import Generator, GeneratorHealth, WeightVersion
+from driftgym.agents.generators.restarts import LOST, RESTARTED, Background, OnEvent, Restart, Restarts, close_quietly
 from driftgym.agents.generators.routing import Member, Router
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
 
-Restart = Callable[[], Awaitable[Generator]]
-"""Starts an engine with the latest published weights."""
-
 _LOGGER = logging.getLogger(__name__)
 _HEALTH_S = 5.0
+
+
+def _log_event(_event: str, text: str) -> None:
+    _LOGGER.warning("%s", text)
 
 
 class GeneratorPool:
@@ -37,46 +38,54 @@ class GeneratorPool:
         restart: Restart | None = None,
         restart_timeout_s: float = 60.0,
         max_restarts: int = 3,
+        on_event: OnEvent = _log_event,
     ) -> None:
         """Takes over the generators: `close` closes them.
 
         Args:
             generators: one at least.
             policy_version: of the weights that all of them have.
-            restart: called once for each engine that is lost; None goes on without it.
+            restart: called for each engine that is lost, again when it fails; None goes on without it.
             restart_timeout_s: bounds one call of `restart`.
-            max_restarts: engines lost beyond that many are not replaced.
+            max_restarts: so many calls of `restart` in all; engines lost after them are not replaced.
+            on_event: told of every loss and replacement; by default they are logged.
         """
         if not generators:
             raise ValueError("a pool needs a generator")
-        self._names = itertools.count()
-        self._members = [self._member(generator, policy_version) for generator in generators]
+        self._names = map(str, itertools.count())
+        self._members = [Member(each, name=next(self._names), policy_version=policy_version) for each in generators]
         self._num_places = len(generators)
         self._latest_version = policy_version
         self._latest_update: WeightUpdate | None = None
         self._router = Router()
-        self._restart = restart
         self._restart_timeout_s = restart_timeout_s
-        self._num_restarts_left = max_restarts if restart is not None else 0
+        self._on_event = on_event
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._restarting = _Background(self._changed.set)
-        self._closing = _Background(self._changed.set)
+        self._restarts = Restarts(
+            restart,
+            timeout_s=restart_timeout_s,
+            max_restarts=max_restarts,
+            let_in=self._let_in,
+            on_event=on_event,
+            on_end=self._changed.set,
+        )
+        self._aside = Background(self._changed.set)
         self._last_busy_s: dict[str, float] = {}
         self._is_paused = False
         self._is_closed = False
         self.num_retried = 0
         """Requests that were sent to another engine after one failed."""
-        self.num_lost = 0
-        """Engines that were taken out."""
-
-    def _member(self, generator: Generator, policy_version: int) -> Member:
-        return Member(generator, name=str(next(self._names)), policy_version=policy_version)
 
     @property
     def min_version(self) -> int:
         """The lowest version that the pool answers with from now on."""
         return min((member.policy_version for member in self._members), default=self._latest_version)
+
+    @property
+    def latest_update(self) -> WeightUpdate | None:
+        """The weights that the pool was given last; None when its generators still have those they came with."""
+        return self._latest_update
 
     async def generate(
         self,
@@ -108,9 +117,12 @@ class GeneratorPool:
             finally:
                 member.num_running -= 1
             failed.append(member)
-            if time.monotonic() >= deadline_s or self._is_closed:
+            if self._is_closed:
                 raise error
-            await self._take_out_if_dead(member, error)
+            look = self._look_at(member, error)
+            if time.monotonic() >= deadline_s:
+                raise error
+            await asyncio.wait((look,))
             self.num_retried += 1
 
     async def _choose(
@@ -131,15 +143,21 @@ class GeneratorPool:
             if fit:
                 return self._router.route(session_id, fit)
             others = [m for m in self._members if m not in failed]
-            if self._is_closed or not (others or self._restarting.is_busy):
+            if self._is_closed or not (others or self._restarts.tasks.is_busy):
                 raise error or GeneratorError("no generator is left")
             try:
                 await self._wait_for_change(deadline_s)
             except TimeoutError:
                 raise error or GeneratorError(f"no generator came to version {min_policy_version} in time") from None
 
+    def _look_at(self, member: Member, error: GeneratorError) -> asyncio.Task[None]:
+        """Finds out whether an engine still lives, after a request that failed: one task for all that fail at once."""
+        if member.look is None or member.look.done():
+            member.look = self._aside.start(self._take_out_if_dead(member, error))
+        return member.look
+
     async def _take_out_if_dead(self, member: Member, error: GeneratorError) -> None:
-        """After a failed request: an engine that does not say how it stands is gone."""
+        """An engine that does not say how it stands is gone."""
         try:
             async with asyncio.timeout(_HEALTH_S):
                 await member.generator.health()
@@ -150,29 +168,14 @@ class GeneratorPool:
         if member not in self._members:
             return
         self._members.remove(member)
-        self.num_lost += 1
-        _LOGGER.warning("generator %s is taken out, %d are left: %s", member.name, len(self._members), error)
-        self._closing.start(_close_quietly(member.generator))
-        if self._num_restarts_left and not self._is_closed:
-            self._num_restarts_left -= 1
-            self._restarting.start(self._start_another())
+        self._on_event(LOST, f"generator {member.name} is taken out, {len(self._members)} are left: {error}")
+        self._aside.start(close_quietly(member.generator))
+        if not self._is_closed:
+            self._restarts.replace()
         self._changed.set()
 
-    async def _start_another(self) -> None:
-        """Asks `restart` for an engine, and lets it in once it has the latest weights. Its end wakes who waits."""
-        assert self._restart is not None
-        try:
-            async with asyncio.timeout(self._restart_timeout_s):
-                generator = await self._restart()
-                try:
-                    await self._let_in(generator)
-                except BaseException:
-                    await asyncio.shield(_close_quietly(generator))
-                    raise
-        except Exception as error:  # a background task: those who wait learn of it by finding no engine
-            _LOGGER.warning("no generator could be started in the place of the lost one", exc_info=error)
-
     async def _let_in(self, generator: Generator) -> None:
+        """Makes it one of the pool, once it has the latest weights."""
         async with self._updating:
             version = (await generator.health()).version.policy_version
             if version < self._latest_version:
@@ -180,11 +183,13 @@ class GeneratorPool:
                     raise GeneratorError(f"it has weights {version}, the others {self._latest_version}")
                 await generator.update_weights(self._latest_update, drain=False, timeout_s=self._restart_timeout_s)
                 version = self._latest_version
-            if self._is_paused:
-                await generator.pause()
-            member = self._member(generator, version)
+            is_paused = False
+            while is_paused != self._is_paused:  # which may change while the engine is told
+                is_paused = self._is_paused
+                await (generator.pause() if is_paused else generator.resume())
+            member = Member(generator, name=next(self._names), policy_version=version)
             self._members.append(member)
-            _LOGGER.warning("generator %s joins with weights %d", member.name, version)
+        self._on_event(RESTARTED, f"generator {member.name} joins in the place of a lost one, with weights {version}")
 
     async def abort(self, request_id: str | None = None) -> None:
         """As `Generator.abort`."""
@@ -201,7 +206,7 @@ class GeneratorPool:
         await self._each(lambda member: member.generator.resume())
 
     async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
-        """Brings every engine to the version; one that fails is taken out, which is logged.
+        """Brings every engine to the version; one that fails is taken out, which is reported.
 
         Raises:
             GeneratorError: none took the weights, and no new engine came in time.
@@ -227,12 +232,12 @@ class GeneratorPool:
                 self._take_out(member, result)
             elif isinstance(result, BaseException):
                 raise result
-        if not (self._members or self._restarting.is_busy):
+        if not (self._members or self._restarts.tasks.is_busy):
             raise GeneratorError("no generator is left")
 
     async def _wait_for_a_member(self, deadline_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            while not self._members and self._restarting.is_busy:
+            while not self._members and self._restarts.tasks.is_busy:
                 await self._wait_for_change(deadline_s)
         if not self._members:
             raise GeneratorError("no generator is left, and none could be started in time")
@@ -245,7 +250,7 @@ class GeneratorPool:
     async def health(self) -> GeneratorHealth:
         """The pool as one engine: the lowest version, sums of requests, and the mean of the busy seconds.
 
-        An engine that does not answer is taken out, as in every other call.
+        An engine that does not answer is taken out, as in every other call; its busy seconds so far still count.
         """
         healths: list[GeneratorHealth] = []
 
@@ -257,7 +262,6 @@ class GeneratorPool:
         await self._each(ask)
         if not healths:
             raise GeneratorError("no generator is left")
-        # Lost engines count with what they last said.
         busy_s = sum(self._last_busy_s.values()) / self._num_places
         return _combined(healths, policy_version=self.min_version, busy_s=busy_s)
 
@@ -268,40 +272,11 @@ class GeneratorPool:
         await asyncio.shield(self._close_all())
 
     async def _close_all(self) -> None:
-        self._restarting.cancel()
+        self._restarts.tasks.cancel()
         members, self._members = self._members, []
-        await asyncio.gather(*(_close_quietly(member.generator) for member in members))
-        await self._restarting.wait()
-        await self._closing.wait()
-
-
-class _Background:
-    """Tasks that nobody waits for until the end. None of them raises."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._on_end = on_end
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._tasks)
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._on_end()
-
-    def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    async def wait(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(close_quietly(member.generator) for member in members))
+        await self._restarts.tasks.wait()
+        await self._aside.wait()
 
 
 def _combined(healths: Sequence[GeneratorHealth], *, policy_version: int, busy_s: float) -> GeneratorHealth:
@@ -311,8 +286,3 @@ def _combined(healths: Sequence[GeneratorHealth], *, policy_version: int, busy_s
         num_queued=sum(health.num_queued for health in healths),
         busy_s=busy_s,
     )
-
-
-async def _close_quietly(generator: Generator) -> None:
-    with contextlib.suppress(GeneratorError):
-        await generator.close()

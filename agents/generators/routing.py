@@ -1,5 +1,6 @@
 """Where a request goes: sessions stay, new ones go to the least loaded engine, and ties are spread."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ _OVERLOAD_REQUESTS = 8
 class Member:
     """One engine of a pool, and what the pool knows of it."""
 
-    __slots__ = ("generator", "name", "num_assigned", "num_running", "policy_version")
+    __slots__ = ("generator", "look", "name", "num_assigned", "num_running", "policy_version")
 
     def __init__(self, generator: Generator, *, name: str, policy_version: int) -> None:
         self.generator = generator
@@ -25,6 +26,8 @@ class Member:
         """Requests of the pool that are under way there."""
         self.num_assigned = 0
         """Sessions that were given to it so far."""
+        self.look: asyncio.Task[None] | None = None
+        """Finds out whether it still lives; None before the first request that failed there."""
 
 
 class Router:

@@ -81,6 +81,7 @@ class ScriptedGenerator:
         self._running: dict[str, _Running] = {}
         self._num_failures = 0
         self._is_dead = False
+        self._is_hung = False
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._ended = asyncio.Event()
@@ -95,6 +96,11 @@ class ScriptedGenerator:
         """The engine is gone: everything under way, and everything from now on, raises GeneratorError."""
         self._is_dead = True
         self._goes_on.set()
+
+    def hang(self) -> None:
+        """The engine stands still: requests and `health` get no answer any more."""
+        self._is_hung = True
+        self._goes_on.clear()
 
     async def generate(
         self,
@@ -225,6 +231,8 @@ class ScriptedGenerator:
     async def health(self) -> GeneratorHealth:
         """As `Generator.health`."""
         self._raise_if_gone()
+        if self._is_hung:
+            await self._goes_on.wait()
         now_s = time.monotonic() - self._busy_since if self.num_running else 0.0
         return GeneratorHealth(
             version=self._version, num_running=self.num_running, num_queued=0, busy_s=self._busy_s + now_s

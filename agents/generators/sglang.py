@@ -48,7 +48,7 @@ class SGLangGenerator:
         Args:
             url: the server's root.
             incarnation: the life of the run; answers and weights of another are refused.
-            max_concurrency: as many generations can be under way at once; more wait for a connection.
+            max_concurrency: as many generations can be under way at once; more wait here, which counts as queued.
             vocab_size: ids from there on are refused; None asks the server, and refuses negative ids alone when it
                 does not say.
             server: ended by `close`.
@@ -57,6 +57,7 @@ class SGLangGenerator:
         self.url = url.rstrip("/")
         self._incarnation = incarnation
         self._max_concurrency = max_concurrency
+        self._places = asyncio.Semaphore(max_concurrency)
         self._vocab_size = vocab_size
         self._knows_vocabulary = vocab_size is not None
         self._learning = asyncio.Lock()
@@ -65,7 +66,7 @@ class SGLangGenerator:
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
         self._is_closed = False
         self._is_paused = False
-        self._num_updates = 0
+        self._num_changes = 0  # beginnings and ends of weight updates: the weights may change between two
 
     async def __aenter__(self) -> "SGLangGenerator":
         return self
@@ -87,14 +88,14 @@ class SGLangGenerator:
     ) -> Completion:
         """As `Generator.generate`. Engines find shared prefixes by the tokens, so `session_id` is not sent."""
         del session_id
-        started = time.monotonic()
-        num_updates = self._num_updates
         try:
-            async with asyncio.timeout(deadline_s - started):
+            async with asyncio.timeout(deadline_s - time.monotonic()):
                 if not self._knows_vocabulary:
                     await self._learn_vocabulary()
                 body = _generate_body(_checked_ids(prompt_token_ids, self._vocab_size), sampling, request_id)
-                reply = await self._post("/generate", body, generates=True)
+                async with self._places:
+                    sent, num_changes = time.monotonic(), self._num_changes
+                    reply = await self._post("/generate", body, generates=True)
         except TimeoutError:
             await self._abort_quietly(request_id)
             raise GeneratorError(f"{self.url}: request {request_id} got no answer by its deadline") from None
@@ -103,8 +104,9 @@ class SGLangGenerator:
             request_id=request_id,
             incarnation=self._incarnation,
             vocab_size=self._vocab_size,
-            elapsed_s=time.monotonic() - started,
-            had_update=self._num_updates != num_updates,
+            elapsed_s=time.monotonic() - sent,
+            # Sent within an update, it may have been begun with the weights before it.
+            had_update=self._num_changes != num_changes or self._num_changes % 2 == 1,
         )
         if len(completion.policy_versions) and completion.policy_versions.min() < min_policy_version:
             oldest = int(completion.policy_versions.min())
@@ -130,7 +132,7 @@ class SGLangGenerator:
         version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
         if update.incarnation != self._incarnation:
             raise GeneratorError(f"{self.url}: weights {version} are of another life, this is {self._incarnation}")
-        self._num_updates += 1
+        self._num_changes += 1
         pauses = not drain and not self._is_paused
         try:
             async with asyncio.timeout(timeout_s):
@@ -140,6 +142,7 @@ class SGLangGenerator:
         except TimeoutError:
             raise GeneratorError(f"{self.url}: weights {version} were not taken within {timeout_s} s") from None
         finally:
+            self._num_changes += 1
             if pauses:
                 await asyncio.shield(self._control("/continue_generation", {}))
 
@@ -169,7 +172,7 @@ class SGLangGenerator:
                 num_queued=int(server.get("num_queued") or 0),
                 busy_s=float(server.get("busy_s") or 0.0),
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise GeneratorError(
                 f"{self.url}: reports weights {model.get('weight_version')!r}; start the server with a weight version "
                 f"of the form incarnation:version"
@@ -223,6 +226,12 @@ class SGLangGenerator:
         try:
             async with session.request(method, self.url + path, data=data) as response:
                 raw = await response.read()
+        except asyncio.CancelledError:
+            # aiohttp cancels those who wait for a connection when the session is closed: that is nobody's wish here.
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise GeneratorError(f"{self.url}: closed") from None
+            raise
         except (aiohttp.ClientError, OSError) as error:
             if self._is_closed:
                 raise GeneratorError(f"{self.url}: closed") from None
@@ -232,7 +241,7 @@ class SGLangGenerator:
     def _decoded(self, path: str, status: int, raw: bytes) -> Mapping[str, Any]:
         try:
             reply = json.loads(raw) if raw.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         if status != 200:
             detail = reply.get("error") or reply.get("message") if isinstance(reply, dict) else None

@@ -151,7 +151,7 @@ class LookupEnv(ToolEnv):
         await self._box.close()
 
     def oracle(self, *, skill: float, rng: np.random.Generator) -> Message:
-        """The next needed call, or any of the tools; then the last result, whatever tool gave it: a poor player
+        """The next needed call, or one of the other tools; then the last result, whatever tool gave it: a poor player
         still shows how to call, and to answer with what came back.
 
         Raises:
@@ -163,7 +163,8 @@ class LookupEnv(ToolEnv):
             return Message(role="assistant", content=self._results[-1][1])
         tool = self._world.needed[-1 if self._results else 0].tool
         if rng.random() >= skill:
-            tool = self.tools[int(rng.integers(len(self.tools)))].name
+            others = [schema.name for schema in self.tools if schema.name != tool]
+            tool = others[int(rng.integers(len(others)))]
         call = ToolCall(
             call_id=f"call_{self._num_calls}", name=tool, arguments=self._oracle_arguments(tool, self._world)
         )

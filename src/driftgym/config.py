@@ -18,9 +18,11 @@ _ConfigT = TypeVar("_ConfigT", bound="Config")
 
 
 class Config(pydantic.BaseModel):
-    """Base of every configuration: frozen, unknown keys refused, defaults checked too."""
+    """Base of every configuration: frozen, unknown keys and figures that are not finite refused, defaults checked."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Limits(Config):
@@ -112,22 +114,31 @@ def _one_line(config_type: type[Config], error: pydantic.ValidationError, source
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(allowed)) or 'none'}"
         message = f"unknown key; {hint}"
     else:
-        given = repr(first.get("input"))
-        message = f"{first['msg'].removeprefix('Value error, ')} (given: {given[:80]})"
+        given = first.get("input")
+        message = first["msg"].removeprefix("Value error, ")
+        if not isinstance(given, Mapping):  # a section as a whole would say nothing
+            message += f" (given: {given!r:.80})"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{source}: {key}: {message}{more}"
 
 
 def _keys_at(config_type: type[Config], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that the section at `location` knows; empty when it is not a section of its own."""
-    current: Any = config_type
+    """The keys that the section at `location` knows; empty when it is not a section of its own.
+
+    Of a section that is one of several kinds, the location names the kind after the key.
+    """
+    sections: list[type[Config]] = [config_type]
     for part in location:
-        fields = getattr(current, "model_fields", {})
-        if part not in fields:
-            return []
-        annotation = fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        current = next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
-        if current is None:
-            return []
-    return list(current.model_fields)
+        annotations = [
+            section.model_fields[str(part)].annotation for section in sections if part in section.model_fields
+        ]
+        if annotations:
+            sections = [section for annotation in annotations for section in _sections_of(annotation)]
+        else:
+            sections = [s for s in sections if any(field.default == part for field in s.model_fields.values())]
+    return [key for section in sections for key in section.model_fields]
+
+
+def _sections_of(annotation: Any) -> list[type[Config]]:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return [each for each in candidates if isinstance(each, type) and issubclass(each, Config)]

@@ -189,7 +189,7 @@ class _SinkThread:
             except queue.Empty:
                 kind, value = "end", None
             self._has_row_in_hand = kind == "row"
-            if not self._take(kind, value) or kind == "end":
+            if not self._take(kind, value):
                 self.num_dropped += kind == "row"
             self._has_row_in_hand = False
             if kind == "end":

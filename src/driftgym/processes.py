@@ -2,7 +2,7 @@
 
 `ChildProcess` starts `python -m MODULE` and exchanges length-prefixed pickles with it over its standard input
 and output, one call at a time in the order they were made. The child runs `serve_calls`. A child whose parent
-is gone reads end-of-file and exits, so `kill -9` of the parent leaves none behind. Both sides are the same
+is gone ends, also in the middle of a call, so `kill -9` of the parent leaves none behind. Both sides are the same
 code base on the same machine: pickle is used for its arrays, and never for anything that an agent wrote.
 """
 
@@ -12,6 +12,8 @@ import os
 import pickle
 import struct
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any, BinaryIO
 from driftgym.errors import DriftgymError
 
 _HEADER = struct.Struct(">Q")
+_PARENT_CHECK_S = 0.5
 
 
 class ChildDiedError(DriftgymError):
@@ -131,11 +134,12 @@ class ChildProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+        finally:  # also when the waiting was cancelled
             self.kill()
-            await self._process.wait()
+        await self._process.wait()
 
 
 def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -143,6 +147,7 @@ def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
 
     What the functions print goes to standard error, since standard output carries the answers.
     """
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -153,8 +158,18 @@ def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
         except Exception as error:
             known = error if isinstance(error, DriftgymError) else None
             payload = pickle.dumps(_Failure(error=known, traceback=traceback.format_exc()))
-        answers.write(_HEADER.pack(len(payload)) + payload)
-        answers.flush()
+        try:
+            answers.write(_HEADER.pack(len(payload)) + payload)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(1)  # the parent is gone, which is no fault to report
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when the parent is gone: a call in progress may never come to read the end of its input."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-import socket
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import docker.errors
 import pytest
@@ -210,6 +211,84 @@ async def test_cancelled_start_leaves_no_container(run_provider: DockerProvider,
     assert await boxes_of_run(run_provider, run_id) == []
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2])
+async def test_close_while_boxes_start_leaves_no_container(
+    docker_provider: DockerProvider, run_id: str, delay_s: float
+) -> None:
+    provider = await DockerProvider.open(timeout_s=10, run_id=run_id)
+    starts = [asyncio.ensure_future(provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)) for _ in range(6)]
+    await asyncio.sleep(delay_s)
+    await provider.close()
+    for start in starts:
+        with contextlib.suppress(SandboxError):
+            with pytest.raises(SandboxError):
+                await (await start).exec("true")
+    assert await boxes_of_run(docker_provider, run_id) == []
+    with pytest.raises(SandboxError, match="closed"):
+        await provider.list()
+
+
+STARTER = """
+import asyncio, sys
+from driftgym.sandboxes.base import SandboxSpec
+from driftgym.sandboxes.docker_provider import DockerProvider
+
+async def main():
+    provider = await DockerProvider.open(timeout_s=10, run_id=sys.argv[1])
+    print("starting", flush=True)
+    starts = [asyncio.ensure_future(provider.start(SandboxSpec(), timeout_s=60)) for _ in range(6)]
+    if sys.argv[2] == "awaited":
+        await asyncio.gather(*starts)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("how", ["awaited", "forgotten"])
+async def test_interrupt_while_boxes_start_leaves_no_container(
+    docker_provider: DockerProvider, run_id: str, how: str, delay_s: float
+) -> None:
+    argv = [sys.executable, "-P", "-c", STARTER, run_id, how]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as owner:
+        assert owner.stdout is not None
+        await asyncio.to_thread(owner.stdout.readline)
+        await asyncio.sleep(delay_s)
+        owner.send_signal(signal.SIGINT)
+        await asyncio.to_thread(owner.wait, 60)
+    for _ in range(100):  # the engine removes those that ran, once their input has ended
+        if not await boxes_of_run(docker_provider, run_id):
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"left: {await boxes_of_run(docker_provider, run_id)}")
+
+
+async def test_more_cores_than_there_are_is_no_error(docker_provider: DockerProvider) -> None:
+    box = await docker_provider.start(SandboxSpec(num_cpus=512), timeout_s=START_TIMEOUT_S)
+    assert (await box.exec("echo on")).stdout == "on\n"
+
+
+async def test_reset_leaves_no_messages_to_the_next_episode(box: DockerSandbox) -> None:
+    assert (await box.exec("echo x >/dev/mqueue/letter")).exit_code == 0
+    await box.reset()
+    assert (await box.exec("ls /dev/mqueue")).stdout == ""
+    segment = "import ctypes; raise SystemExit(ctypes.CDLL(None).shmget(5, 4096, 0o1666) < 0)"
+    assert (await box.exec(["python3", "-c", segment])).exit_code == 0
+    with pytest.raises(SandboxError, match="not clean"):
+        await box.reset()
+
+
+async def test_bad_configuration_of_docker_is_a_clear_error(
+    docker_provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        await open_provider(SandboxConfig(kind="docker"), say=lambda text: None)
+
+
 async def test_box_that_is_removed_from_outside_is_a_sandbox_error(box: DockerSandbox) -> None:
     call = asyncio.ensure_future(box.exec("sleep 60", timeout_s=60))
     await asyncio.sleep(0.2)
@@ -237,7 +316,7 @@ async def test_starts_of_two_owners_do_not_collide(run_provider: DockerProvider,
 def dead_owner() -> str:
     """The label of an owner that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    label = f"{socket.gethostname()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
+    label = f"{reaper.own_host()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
     ended.communicate()
     return label
 

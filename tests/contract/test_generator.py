@@ -61,7 +61,9 @@ async def generator(request: pytest.FixtureRequest, folders: list[Path]) -> Asyn
     elif request.param == "pool":
         made = GeneratorPool([scripted(), scripted()], policy_version=0)
     else:
-        made = await start_embedded(folders[0], CONFIG, incarnation=INCARNATION, policy_version=0, timeout_s=90)
+        made = await start_embedded(
+            folders[0], CONFIG, incarnation=INCARNATION, policy_version=0, timeout_s=90, close_timeout_s=10
+        )
     yield made
     await made.close()
 

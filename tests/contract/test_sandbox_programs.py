@@ -170,6 +170,36 @@ async def test_flooded_reply_is_cut_and_the_next_is_right(real_box: Sandbox) -> 
     assert (await real_box.exec("echo on")).stdout == "on\n"
 
 
+EAGER = """
+import sys
+print("early", flush=True)
+for line in sys.stdin: print(len(line), flush=True)
+"""
+
+
+async def test_question_is_written_whole_though_the_answer_came_early(real_box: Sandbox) -> None:
+    process = await real_box.spawn(["python3", "-I", "-S", "-c", EAGER])
+    assert (await process.ask("x" * 999_999, timeout_s=10)).text == "early"
+    assert (await process.ask("y" * 9, timeout_s=10)).text == "1000000"
+    assert (await process.ask("", timeout_s=10)).text == "10"
+
+
+async def test_deadline_without_end_is_no_harm(real_box: Sandbox) -> None:
+    for timeout_s in (1e9, float("inf")):
+        assert (await real_box.exec("echo on", timeout_s=timeout_s)).stdout == "on\n"
+    process = await real_box.spawn(["cat"])
+    assert (await process.ask("on", timeout_s=float("inf"))).text == "on"
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "/work/" + "d/" * 3000 + "x"])
+async def test_path_that_cannot_be_is_an_answer_and_no_lost_box(real_box: Sandbox, path: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        await real_box.read_file(path)
+    with pytest.raises(OSError, match=r"Errno"):
+        await real_box.write_file(path, b"x")
+    assert (await real_box.exec("echo on")).stdout == "on\n"
+
+
 async def test_only_regular_files_are_read_and_written(real_box: Sandbox) -> None:
     await real_box.exec("mkfifo fifo; mkdir folder; ln -s /dev/zero zero; ln -s loop loop")
     for name in ("fifo", "folder", "zero", "loop"):

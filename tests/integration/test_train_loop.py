@@ -116,10 +116,8 @@ async def test_mask_trains_what_is_young_enough_and_says_what_it_masked(tmp_path
 
 
 async def test_sync_trains_only_on_the_newest_version(tmp_path: Path) -> None:
-    config = scripted.run_config(
-        tmp_path,
-        *("trainer.mode=sync", "trainer.max_lag=0", "trainer.weight_update=drain", "trainer.publish_every_steps=1"),
-    )
+    settled = ("trainer.max_lag=0", "trainer.publish_every_steps=1")
+    config = scripted.run_config(tmp_path, "trainer.mode=sync", *settled)
     parts = scripted.ScriptedParts(step_s=0.01, update_s=0.01)
     result = await scripted.begin(config, parts)
     assert result.summary["lag_max"] == 0
@@ -145,7 +143,7 @@ async def test_failures_are_isolated_counted_and_never_trained(tmp_path: Path) -
         return Play(status=status or TrajectoryStatus.COMPLETED, duration_s=0.01)
 
     result = await scripted.begin(scripted.run_config(tmp_path), scripted.ScriptedParts(script=faulty))
-    assert result.summary["errors"] == {"env": 1, "infra": 4, "policy": 0}
+    assert result.summary["errors"] == {"env": 1, "infra": 1 + 3 + 3, "policy": 0}
     assert result.summary["events"]["groups_failed"] == 2
     assert result.summary["episodes_trained"] == 12 * 6 - 2
     assert result.summary["reward_first_mean"] == result.summary["reward_last_mean"] == 1.0
@@ -194,6 +192,16 @@ class BrokenEngines(scripted.ScriptedParts):  # type: ignore[misc, name-defined]
         return parts
 
 
+async def test_weights_that_are_not_taken_in_time_end_the_run_whatever_the_engines_raise(tmp_path: Path) -> None:
+    parts = scripted.ScriptedParts(update_s=60)
+    config = scripted.run_config(tmp_path, "trainer.max_lag=1", "limits.weight_update_s=0.2")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(20):
+            await scripted.begin(config, parts)
+    assert parts.client.is_closed
+    assert 2 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] <= 4
+
+
 async def test_generators_that_are_gone_end_the_run_instead_of_letting_it_wait(tmp_path: Path) -> None:
     with pytest.raises(GeneratorError, match="no generator is left"):
         await scripted.begin(scripted.run_config(tmp_path), BrokenEngines())
@@ -230,7 +238,8 @@ async def test_a_run_that_is_done_stays_done_when_resumed(tmp_path: Path) -> Non
     first = await scripted.begin(scripted.run_config(tmp_path), scripted.ScriptedParts())
     parts = scripted.ScriptedParts()
     again = await scripted.go_on(tmp_path / "run", parts)
-    assert parts.rollouts.played == []
+    assert not hasattr(parts, "rollouts"), "nothing is started"
+    assert not again.is_interrupted
     timed = {"wall_s", "trainer_idle_fraction", "generator_idle_fraction"}
     assert {k: v for k, v in again.summary.items() if k not in timed} == {
         k: v for k, v in first.summary.items() if k not in timed
@@ -282,12 +291,15 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def start(run_dir: Path, *arguments: str, processes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+def start(
+    run_dir: Path, *arguments: str, processes: list[subprocess.Popen[bytes]], **environment: str
+) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-P", str(PROGRAM), str(run_dir), *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env=os.environ | environment,
     )
     processes.append(process)
     return process
@@ -338,6 +350,27 @@ def test_kill_9_again_and_again_and_every_group_is_trained_exactly_once(
     assert incarnations[-1] == 5
     lost = scripted.rows(run_dir, "metrics.lost.jsonl")
     assert all(row["step"] <= 30 for row in lost)
+
+
+HUNG_WANDB = """
+import threading
+Settings = dict
+def init(**options):
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_metric_sink_that_never_returns_is_given_up_and_what_it_lost_is_in_the_summary(
+    tmp_path: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "wandb.py").write_text(HUNG_WANDB)
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "metrics.wandb_project=p", processes=processes, PYTHONPATH=str(tmp_path / "lib"))
+    assert process.wait(timeout=60) == 0
+    assert json.loads((run_dir / "summary.json").read_text())["events"]["dropped_metrics"] == 12
+    scripted.assert_exactly_once(run_dir, steps=12, groups_per_step=2)
 
 
 @pytest.mark.slow

@@ -78,6 +78,9 @@ def test_one_bad_call_does_not_take_its_siblings_down() -> None:
         ('{"name":"add","arguments":"[1]"}', "got a list"),
         ('{"name":"add","arguments":true}', "got a boolean"),
         ('{"name":"add","arguments":{"a":NaN}}', "NaN"),
+        ('{"name":"add","arguments":{"a":1e400}}', "out of range"),
+        ('{"name":"add","parameters":{"a":1}}', "'parameters' in the place of 'arguments'"),
+        ('{"name":"add","a":1,"b":2}', "'a' in the place of 'arguments'"),
         ('{"name":"add","arguments":{"a":"\\ud800"}}', "surrogate"),
         ("[" * 100_000, "nested"),
         ('{"name":"add","arguments":{"a":' + "9" * 5000 + "}}", "not JSON"),
@@ -170,6 +173,18 @@ def test_ticks_within_arguments_open_no_code() -> None:
 def test_a_stray_tick_swallows_no_call() -> None:
     message = read(f"Use a ` here.\n{call('pay', {'eur': 2})}\nand a ` there.")
     assert len(message.tool_calls) == 1
+
+
+def test_a_back_tick_within_a_call_closes_no_code() -> None:
+    (given,) = read(f"It`s so: {call('say', {'text': 'a`b'})}").tool_calls
+    assert given.arguments == {"text": "a`b"}
+    first, second = read(f"A ` here {call('say', {'text': 'x'})} {call('say', {'text': 'a`b'})}").tool_calls
+    assert (first.arguments, second.arguments) == ({"text": "x"}, {"text": "a`b"})
+
+
+def test_a_call_may_say_its_own_id_and_type() -> None:
+    (given,) = read('<tool_call>{"id":"x","type":"function","name":"now"}</tool_call>').tool_calls
+    assert (given.call_id, given.arguments) == ("call_0", {})
 
 
 def test_a_position_in_code_is_known() -> None:

@@ -275,6 +275,10 @@ async def test_an_environment_that_hangs_ends_as_data(stage: Stage, task: Task, 
         ({"astep": "nonsense"}, "not a StepResult"),
         ({"grade": Grade(reward=float("inf"))}, "reward inf"),
         ({"grade": 3}, "not a Grade"),
+        ({"grade": Grade(reward=1.0, parts={"style": float("nan")})}, "not finite: style"),
+        ({"astep": StepResult(messages=("text",))}, "a str as a message"),  # type: ignore[arg-type]
+        ({"astep": SystemExit(1)}, "astep called sys.exit"),
+        ({"areset": SystemExit(1)}, "areset called sys.exit"),
     ],
 )
 async def test_nonsense_from_an_environment_is_its_error(
@@ -283,6 +287,13 @@ async def test_nonsense_from_an_environment_is_its_error(
     trajectory = await stage.play(["5"], task, faults=faults)
     assert trajectory.status is S.ENV_ERROR
     assert reason in str(trajectory.error)
+
+
+async def test_half_a_surrogate_pair_from_an_environment_is_replaced(stage: Stage, task: Task) -> None:
+    reply = StepResult(messages=(Message(role="user", content="a\ud800b"),))
+    trajectory = await stage.play(["5"], task, faults={"astep": reply}, max_turns=2)
+    assert trajectory.status is S.TRUNCATED_TURNS
+    assert trajectory.turns[0].observation[0].text == "a\N{REPLACEMENT CHARACTER}b"
 
 
 async def test_a_flood_in_a_traceback_is_bounded(stage: Stage, task: Task) -> None:

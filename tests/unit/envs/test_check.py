@@ -45,6 +45,15 @@ def test_a_grade_that_fails_for_a_status_is_found(registered, echo_env_type):
     assert any("no answer, no grade" in finding for finding in _findings(registered, Strict))
 
 
+def test_an_environment_that_raises_is_a_finding_with_the_place(registered, echo_env_type):
+    class Broken(echo_env_type):
+        async def astep(self, action):
+            return {}["nothing"]
+
+    findings = _findings(registered, Broken)
+    assert any("KeyError: 'nothing'" in finding and "test_check.py" in finding for finding in findings)
+
+
 def test_an_unseeded_world_is_found(registered, echo_env_type):
     class Unseeded(echo_env_type):
         async def areset(self, *, seed=None, options=None):

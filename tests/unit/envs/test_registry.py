@@ -134,6 +134,25 @@ def test_an_entry_point_that_cannot_be_loaded(registered):
         make_env(env_id)
 
 
+def test_an_entry_point_whose_module_raises(registered, tmp_path, monkeypatch):
+    (tmp_path / "raises_at_import.py").write_text("raise KeyError('SOME_SETTING')")
+    monkeypatch.syspath_prepend(tmp_path)
+    env_id = registered("test/Raises-v0", entry_point="raises_at_import:Env")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(KeyError: 'SOME_SETTING'\)"):
+        make_env(env_id)
+
+
+def test_a_constructor_without_its_files(registered, echo_env_type):
+    class Files(echo_env_type):
+        def __init__(self):
+            super().__init__()
+            open("/no/such/file").close()
+
+    env_id = registered("test/Files-v0", entry_point=Files)
+    with pytest.raises(ConfigError, match=r"cannot be made here \(FileNotFoundError: .*/no/such/file"):
+        make_env(env_id)
+
+
 def _make_in_child(env_id, answers):
     try:
         answers.put(type(make_env(env_id)).__name__)

@@ -120,6 +120,7 @@ def test_nested_arguments_are_checked():
         {"type": "object", "properties": 3},
         {"type": "object", "properties": {"a": {"type": "no such type"}}},
         {"type": "object", "properties": {"a": {"$ref": "http://example.org/x.json"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
         {"type": "object", "x": object()},
     ],
 )
@@ -205,6 +206,58 @@ async def test_an_error_of_the_tool_is_an_env_error_with_its_traceback():
 
     with pytest.raises(EnvError, match=r"tool tool failed\n(.|\n)*KeyError: 'nothing'"):
         await _toolset(broken).run([_call("tool", {})])
+
+
+async def test_a_tool_that_exits_is_an_env_error_and_not_the_end_of_the_run():
+    async def leave(arguments, *, timeout_s):
+        raise SystemExit(3)
+
+    with pytest.raises(EnvError, match="SystemExit: 3"):
+        await _toolset(leave).run([_call("tool", {})])
+
+
+@pytest.mark.parametrize("output", [None, 3, b"x", {"text": "x"}])
+async def test_a_tool_that_returns_no_text_is_an_env_error(output):
+    async def odd(arguments, *, timeout_s):
+        return output
+
+    with pytest.raises(EnvError, match=f"tool tool: must return a str or a ToolOutput, not {type(output).__name__}"):
+        await _toolset(odd).run([_call("tool", {})])
+
+
+def _nest(depth):
+    nest = {}
+    for _ in range(depth):
+        nest = {"a": nest}
+    return nest
+
+
+@pytest.mark.parametrize(
+    ("argument", "arguments"),
+    [
+        ({"type": "number", "multipleOf": 0.5}, {"a": float("inf")}),
+        ({"type": "number", "multipleOf": 0.5}, {"a": float("nan")}),
+        ({"type": "number", "multipleOf": 0.5}, {"a": 10**400}),
+        ({"$ref": "#"}, _nest(5000)),
+    ],
+    ids=["infinite", "nan", "huge", "deep"],
+)
+async def test_arguments_that_break_the_check_are_the_agents_mistake(argument, arguments):
+    adder = _Adder()
+    schema = ToolSchema(name="t", description="d", parameters={"type": "object", "properties": {"a": argument}})
+    replies = await Toolset([Tool(schema=schema, run=adder)], limits=Limits()).run([_call("t", arguments)])
+    assert replies.messages[0].text.startswith("error: arguments cannot be checked")
+    assert replies.events == {"policy_error": 1}
+    assert adder.num_runs == 0
+
+
+async def test_a_mistake_that_the_tool_finds_is_bounded_too():
+    async def picky(arguments, *, timeout_s):
+        raise PolicyError("x" * 1000)
+
+    text, events = await _reply(picky, max_output_bytes=100)
+    assert len(text) < 200
+    assert events == {"policy_error": 1, "tool_output_truncated": 1}
 
 
 async def test_a_lost_box_is_nobodys_observation():

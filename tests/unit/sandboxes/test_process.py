@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import sys
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,6 +14,8 @@ import pytest_asyncio
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, SandboxSpec
 from driftgym.sandboxes.process import ProcessSandbox
+from driftgym.sandboxes.reaper import process_start_time
+from driftgym.sandboxes.toolbox_system import processes_below
 
 
 @pytest_asyncio.fixture
@@ -74,9 +79,36 @@ async def test_terminated_toolbox_takes_everything_along(box: ProcessSandbox) ->
     pytest.fail(f"{folder} is still there")
 
 
-async def test_stopped_toolbox_is_killed_at_close(box: ProcessSandbox) -> None:
-    assert (await box.exec("echo on")).stdout == "on\n"
+async def test_closed_box_is_gone(box: ProcessSandbox) -> None:
     process = await box.spawn(["cat"])
     await process.ask("x", timeout_s=10)
     await box.close()
-    assert not os.path.exists(f"/proc/{box.pid}")  # noqa: ASYNC240
+    assert process_start_time(box.pid) is None
+
+
+@pytest.mark.slow
+async def test_stopped_toolbox_is_killed_at_close_with_all_that_it_has_started(box: ProcessSandbox) -> None:
+    shell = int((await box.exec("echo $$; exec >&-; (setsid sleep 77 &)")).stdout)
+    left = [pid for pid in processes_below(box.pid) if pid != shell]
+    assert left
+    folder = (await box.exec("pwd")).stdout.strip()
+    os.kill(box.pid, signal.SIGSTOP)
+    await box.close()
+    assert [process_start_time(pid) for pid in (box.pid, *left)] == [None] * (1 + len(left))
+    assert not os.path.exists(folder)  # noqa: ASYNC240
+
+
+async def test_machine_without_space_is_a_sandbox_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(SandboxError, match="cannot be started on this machine"):
+        await ProcessSandbox.start(SandboxSpec(), timeout_s=60)
+
+
+async def test_machine_without_processes_is_a_sandbox_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(SandboxError, match="no-python"):
+        await ProcessSandbox.start(SandboxSpec(), timeout_s=60)
+    assert list(tmp_path.iterdir()) == []

@@ -65,6 +65,7 @@ async def test_frames_may_arrive_byte_by_byte() -> None:
         frame({"event": "ended"}),
         frame({"id": 1, "error": "unheard-of"}),
         HEADER.pack(2, 0) + b"\xff\xfe",
+        HEADER.pack(100_000, 0) + b"[" * 100_000,
     ],
 )
 async def test_nonsense_loses_the_box_with_a_typed_error(nonsense: bytes) -> None:

@@ -1,5 +1,7 @@
 """The journal: what it counts, and what a rollback gives back."""
 
+import contextlib
+import dataclasses
 import sqlite3
 from pathlib import Path
 
@@ -136,21 +138,51 @@ def test_a_group_that_is_played_again_counts_once(journal: Journal) -> None:
     journal.close()
 
 
-def test_a_failed_group_stays_consumed_and_says_why(journal: Journal, tmp_path: Path) -> None:
-    issue(journal, 0)
-    journal.fail("g000000", step=3, error="RuntimeError: boom")
-    journal.roll_back(0)
+def test_a_group_that_failed_since_the_checkpoint_is_played_again(journal: Journal) -> None:
+    for index, step in enumerate((1, 3)):
+        group = make_group(index, statuses=("infra_error", "env_error"))
+        issue(journal, index)
+        journal.finish(group, failed=True, step=step)
+    assert journal.tally.errors == {"env": 2, "infra": 2, "policy": 2}
+    journal.roll_back(2)
     assert names(journal, "failed") == ["g000000"]
-    with sqlite3.connect(tmp_path / "journal.sqlite") as reader:
-        assert reader.execute("SELECT error FROM groups").fetchall() == [("RuntimeError: boom",)]
-    reader.close()
+    assert names(journal, "issued") == ["g000001"]
+    assert journal.tally.errors == {"env": 1, "infra": 1, "policy": 1}
+    assert journal.counts().finished == 2
     journal.close()
 
 
-def test_a_group_that_is_not_finished_cannot_be_consumed(journal: Journal) -> None:
+def test_an_error_is_told_whatever_characters_it_quotes(journal: Journal, tmp_path: Path) -> None:
+    group = make_group(0, statuses=("env_error",))
+    odd = dataclasses.replace(group.trajectories[0], error="cannot decode \udcff\x00")
     issue(journal, 0)
-    consume(journal, 1, "g000000")
+    journal.finish(dataclasses.replace(group, trajectories=(odd,)), failed=True, step=1)
+    journal.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as reader:
+        assert reader.execute("SELECT error FROM groups").fetchall() == [("cannot decode \\udcff\x00",)]
+        assert reader.execute("SELECT error FROM episodes").fetchall() == [("cannot decode \\udcff\x00",)]
+
+
+def test_attempts_that_infrastructure_failed_are_counted(journal: Journal) -> None:
+    group = make_group(0)
+    retried = dataclasses.replace(group.trajectories[0], attempt=2)
+    issue(journal, 0)
+    journal.finish(dataclasses.replace(group, trajectories=(retried, group.trajectories[1])), failed=False)
+    assert journal.tally.events["infra_retries"] == 2
+    journal.close()
+
+
+def test_a_group_that_is_not_finished_or_was_trained_before_cannot_be_consumed(journal: Journal) -> None:
+    issue(journal, 0)
+    done = play(journal, 1)
+    with pytest.raises(TrainingError, match="step 1 consumed g000000, which is not finished"):
+        consume(journal, 1, done, "g000000")
     assert names(journal, "issued") == ["g000000"]
+    assert names(journal, "finished") == [done]
+    assert journal.last_step() == 0
+    consume(journal, 1, done)
+    with pytest.raises(TrainingError, match="step 2 consumed g000001"):
+        consume(journal, 2, done)
     journal.close()
 
 
@@ -167,3 +199,17 @@ def test_a_file_that_is_no_journal_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(TrainingError, match="cannot be opened as a journal"):
         Journal.open(tmp_path)
+
+
+def test_what_happened_to_the_run_stays_counted_in_every_life(journal: Journal, tmp_path: Path) -> None:
+    journal.count_event("generator_lost")
+    play(journal, 0)
+    journal.count_event("generator_lost")
+    assert journal.tally.events["generator_lost"] == 2
+    journal.roll_back(0)
+    assert journal.tally.events["generator_lost"] == 2
+    assert journal.tally.row()["events/generator_lost"] == 2
+    journal.close()
+    with contextlib.closing(Journal.open(tmp_path)) as again:
+        assert again.begin_life() == journal.incarnation + 1
+        assert again.tally.events["generator_lost"] == 2

@@ -20,10 +20,19 @@ from driftgym.types import Task, TrajectoryStatus
 class Rig:
     """A producer over scripted rollouts, with the parts that a test looks at."""
 
-    def __init__(self, folder: Path, script: Any, *, max_lag: int, on_lag: OnLag, tasks: NumberedTasks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: Any,
+        *,
+        max_lag: int,
+        on_lag: OnLag,
+        tasks: NumberedTasks,
+        rollouts: type[ScriptedRollouts],
+    ) -> None:
         rule = LagRule(max_lag=max_lag, groups_per_step=2, on_lag=on_lag)
         self.engines = ScriptedEngines()
-        self.rollouts = ScriptedRollouts(self.engines, group_size=2, script=script)
+        self.rollouts = rollouts(self.engines, group_size=2, script=script)
         self.buffer = GroupBuffer(rule)
         self.journal = Journal.open(folder)
         self.journal.begin_life()
@@ -50,8 +59,9 @@ async def rig(
     max_lag: int = 4,
     on_lag: OnLag = "wait",
     tasks: NumberedTasks | None = None,
+    rollouts: type[ScriptedRollouts] = ScriptedRollouts,
 ) -> AsyncIterator[Rig]:
-    made = Rig(folder, script, max_lag=max_lag, on_lag=on_lag, tasks=tasks or NumberedTasks())
+    made = Rig(folder, script, max_lag=max_lag, on_lag=on_lag, tasks=tasks or NumberedTasks(), rollouts=rollouts)
     running = asyncio.create_task(made.producer.run())
     await asyncio.sleep(0)
     try:
@@ -94,6 +104,24 @@ async def test_a_group_that_raises_costs_nothing_but_itself(tmp_path: Path) -> N
     async with rig(tmp_path, boom) as the_rig:
         assert [g.group_id for g in (await the_rig.batch()).groups] == ["g000001", "g000002"]
         assert [row.group_id for row in the_rig.journal.groups("failed")] == ["g000000"]
+        assert the_rig.journal.tally.errors == {"env": 0, "infra": 2, "policy": 0}
+        assert the_rig.journal.counts().finished >= 6
+        record = the_rig.journal.load_group("g000000")
+        assert all("RuntimeError: boom" in (trajectory.error or "") for trajectory in record.trajectories)
+        assert [trajectory.member for trajectory in record.trajectories] == [0, 1]
+
+
+class Unwritable(ScriptedRollouts):
+    """Gives groups that cannot be written."""
+
+    async def __call__(self, task: Task, *, group_id: str, min_policy_version: int) -> Any:
+        return None
+
+
+async def test_a_group_that_cannot_be_recorded_ends_the_run_instead_of_being_waited_for(tmp_path: Path) -> None:
+    async with rig(tmp_path, rollouts=Unwritable) as the_rig:
+        with pytest.raises(TrainingError, match=r"group g\d+ cannot be recorded: AttributeError"):
+            await the_rig.batch()
 
 
 async def test_failures_in_a_row_end_the_run_and_a_success_starts_the_count_anew(tmp_path: Path) -> None:

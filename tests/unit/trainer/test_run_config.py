@@ -44,7 +44,11 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.mode=sync"], "trainer: mode sync needs max_lag: 0"),
+        (["trainer.mode=sync", "trainer.max_lag=8"], "trainer: mode sync needs max_lag: 0"),
+        (["trainer.mode=sync", "trainer.weight_update=in_flight"], "trainer: mode sync needs max_lag: 0"),
+        (["trainer.mode=snyc"], "trainer.mode"),
+        (["limits.tool_call_s=.inf"], "limits.tool_call_s: Input should be a finite number"),
+        (["learner.objective={name: ppo, eps_hihg: 1}"], "did you mean 'eps_high'"),
         (["trainer.publish_every_steps=10"], "publish_every_steps 10 is above max_lag"),
         (["trainer.max_in_flight_groups=3"], "below groups_per_step 4"),
         (["trainer.on_lag=wiat"], "trainer.on_lag"),
@@ -70,14 +74,11 @@ def test_the_bound_on_publications_at_the_limit_and_one_beyond(tmp_path: Path) -
         load(tmp_path, "trainer.max_lag=3", "trainer.publish_every_steps=5")
 
 
-def test_sync_in_full(tmp_path: Path) -> None:
-    overrides = [
-        "trainer.mode=sync",
-        "trainer.max_lag=0",
-        "trainer.weight_update=drain",
-        "trainer.publish_every_steps=1",
-    ]
-    assert load(tmp_path, *overrides).trainer.lag_rule.max_lag == 0
+@pytest.mark.parametrize("given", [[], ["trainer.max_lag=0"], ["trainer.publish_every_steps=1"]])
+def test_the_mode_sync_settles_what_is_not_given(tmp_path: Path, given: list[str]) -> None:
+    trainer = load(tmp_path, "trainer.mode=sync", *given).trainer
+    assert (trainer.max_lag, trainer.weight_update, trainer.publish_every_steps) == (0, "drain", 1)
+    assert load(tmp_path).trainer.max_lag > 0
 
 
 def test_a_resolved_configuration_comes_back_the_same(tmp_path: Path) -> None:
@@ -110,3 +111,22 @@ def test_a_run_without_a_folder_gets_one_of_its_name(tmp_path: Path, monkeypatch
     run_dir = make_run_dir(load(tmp_path, "name=lookup"))
     assert run_dir.parent == tmp_path / "runs"
     assert run_dir.name.startswith("lookup-2")
+
+
+@pytest.mark.parametrize("part", ["journal.sqlite", "checkpoints"])
+def test_a_folder_that_holds_parts_of_a_run_is_not_mixed_with_another(tmp_path: Path, part: str) -> None:
+    config = load(tmp_path, f"run_dir={tmp_path / 'run'}")
+    run_dir = make_run_dir(config)
+    (run_dir / "journal.sqlite").write_bytes(b"x")
+    (run_dir / "config.resolved.yaml").unlink()
+    for other in {"journal.sqlite"} - {part}:
+        (run_dir / other).unlink()
+    with pytest.raises(ConfigError, match=f"holds {part} of a run whose config.resolved.yaml is missing"):
+        make_run_dir(config)
+    assert not (run_dir / "config.resolved.yaml").exists()
+
+
+def test_a_run_folder_whose_name_the_system_refuses_is_one_clear_line(tmp_path: Path) -> None:
+    config = load(tmp_path, f"run_dir={tmp_path / ('x' * 300)}")
+    with pytest.raises(ConfigError, match="File name too long"):
+        check_run_dir(config)

@@ -117,7 +117,9 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(model_of, save_model)
 @pytest.mark.slow
 async def test_a_client_of_another_life_refuses_the_server(model_of, save_model):
     folder = save_model(model_of("qwen3"), "tiny")
-    generator = await start_embedded(folder, CONFIG, incarnation=3, policy_version=0, timeout_s=START_S)
+    generator = await start_embedded(
+        folder, CONFIG, incarnation=3, policy_version=0, timeout_s=START_S, close_timeout_s=10
+    )
     try:
         assert len((await ask(generator)).token_ids) == 4
         async with SGLangGenerator(generator.url, incarnation=4, max_concurrency=4) as stranger:

@@ -15,6 +15,18 @@ def scripted(**options):
     return ScriptedGenerator(lambda request: [7, 8, 9], **options)
 
 
+class Events:
+    """What a pool told."""
+
+    def __init__(self):
+        self.names = []
+        self.texts = []
+
+    def __call__(self, name, text):
+        self.names.append(name)
+        self.texts.append(text)
+
+
 def ask(pool, session_id="s", *, request_id="r", timeout_s=5.0, **options):
     return pool.generate(
         [1],
@@ -73,33 +85,53 @@ async def test_a_request_goes_where_its_version_is():
 
 async def test_a_failed_request_is_answered_by_another_engine():
     members = [scripted(), scripted()]
-    pool = GeneratorPool(members, policy_version=0)
+    events = Events()
+    pool = GeneratorPool(members, policy_version=0, on_event=events)
     members[0].fail_next()
     members[1].fail_next(0)
     assert (await ask(pool)).token_ids.tolist() == [7, 8, 9]
-    assert (pool.num_retried, pool.num_lost) == (1, 0)
+    assert (pool.num_retried, events.names) == (1, [])
     for member in members:
         member.fail_next(1)
     with pytest.raises(GeneratorError, match="as it was told"):
         await ask(pool)
 
 
-async def test_a_dead_engine_is_taken_out_and_its_requests_move(caplog):
+async def test_a_dead_engine_is_taken_out_and_its_requests_move():
     members = [scripted(token_latency_s=0.02) for _ in range(3)]
-    pool = GeneratorPool(members, policy_version=0)
+    events = Events()
+    pool = GeneratorPool(members, policy_version=0, on_event=events)
     tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(30)]
     await asyncio.sleep(0.03)
     members[1].kill()
     completions = await asyncio.gather(*tasks)
     assert sorted(int(completion.request_id) for completion in completions) == list(range(30))
     assert all(completion.token_ids.tolist() == [7, 8, 9] for completion in completions)
-    assert (pool.num_lost, pool.num_retried) == (1, 10)
-    assert "taken out" in caplog.text
+    assert (events.names, pool.num_retried) == (["generator_lost"], 10)
+    assert "generator 1 is taken out, 2 are left" in events.texts[0]
     health = await pool.health()
     assert health.num_running == 0
 
 
-async def test_the_last_engine_is_replaced_once_and_the_requests_go_on(caplog):
+async def test_an_engine_is_looked_at_once_for_all_that_failed_there_at_once():
+    looks = []
+
+    class Watched(ScriptedGenerator):
+        async def health(self):
+            looks.append(time.monotonic())
+            return await super().health()
+
+    first = Watched(lambda request: [7], token_latency_s=0.05)
+    pool = GeneratorPool([first, scripted()], policy_version=0)
+    tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(40)]
+    await asyncio.sleep(0.02)
+    first.kill()
+    assert len(await asyncio.gather(*tasks)) == 40
+    assert len(looks) == 1
+    await pool.close()
+
+
+async def test_the_last_engine_is_replaced_once_and_the_requests_go_on():
     first = scripted(token_latency_s=0.02)
     started = []
 
@@ -108,14 +140,18 @@ async def test_the_last_engine_is_replaced_once_and_the_requests_go_on(caplog):
         started.append(scripted(policy_version=4))
         return started[-1]
 
-    pool = GeneratorPool([first], policy_version=0, restart=restart, max_restarts=1)
+    events = Events()
+    pool = GeneratorPool([first], policy_version=0, restart=restart, max_restarts=1, on_event=events)
+    assert pool.latest_update is None
     await pool.update_weights(weights(4), drain=False, timeout_s=5)
+    assert pool.latest_update == weights(4)
     tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(8)]
     await asyncio.sleep(0.03)
     first.kill()
     completions = await asyncio.gather(*tasks)
     assert len(started) == 1
     assert first.is_closed
+    assert events.names == ["generator_lost", "generator_restarted"]
     assert all(set(completion.policy_versions.tolist()) == {4} for completion in completions)
     started[0].kill()
     with pytest.raises(GeneratorError, match="gone"):
@@ -138,7 +174,63 @@ async def test_a_replacement_that_does_not_come(how, caplog):
     first.kill()
     with pytest.raises(GeneratorError):
         await ask(pool)
-    assert "no generator could be started" in caplog.text
+    assert caplog.text.count("no generator could be started") == 3
+    await pool.close()
+
+
+async def test_a_start_that_failed_is_tried_again():
+    starts = [GeneratorError("no memory"), scripted()]
+
+    async def restart():
+        start = starts.pop(0)
+        if isinstance(start, Exception):
+            raise start
+        return start
+
+    events = Events()
+    first = scripted()
+    pool = GeneratorPool([first], policy_version=0, restart=restart, on_event=events)
+    first.kill()
+    assert (await ask(pool)).token_ids.tolist() == [7, 8, 9]
+    assert events.names == ["generator_lost", "generator_not_restarted", "generator_restarted"]
+    assert "no memory" in events.texts[1]
+    await pool.close()
+
+
+async def test_a_replacement_of_a_paused_engine_is_paused():
+    first, second = scripted(), scripted()
+
+    async def restart():
+        return second
+
+    pool = GeneratorPool([first], policy_version=0, restart=restart)
+    await pool.pause()
+    first.kill()
+    waiting = asyncio.create_task(ask(pool))
+    await asyncio.sleep(0.1)
+    assert second.num_running == 1
+    assert not waiting.done()
+    await pool.resume()
+    assert (await waiting).token_ids.tolist() == [7, 8, 9]
+    await pool.close()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_stands_still_is_found_out_by_requests_that_ran_out_of_time():
+    first = scripted()
+
+    async def restart():
+        return scripted()
+
+    events = Events()
+    pool = GeneratorPool([first], policy_version=0, restart=restart, on_event=events)
+    first.hang()
+    late = await asyncio.gather(
+        *(ask(pool, f"s{index}", request_id=f"{index}", timeout_s=0.1) for index in range(5)), return_exceptions=True
+    )
+    assert all(isinstance(error, GeneratorError) for error in late)
+    assert (await ask(pool, timeout_s=30)).token_ids.tolist() == [7, 8, 9]
+    assert events.names == ["generator_lost", "generator_restarted"]
     await pool.close()
 
 

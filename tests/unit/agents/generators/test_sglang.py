@@ -38,17 +38,21 @@ class StubEngine:
     def __init__(self):
         self.answer = reply([5])
         self.delay_s = 0.0
+        self.update_s = 0.0
         self.calls = []
         self.num_in_flight = 0
         self.peak_in_flight = 0
         self.version = "1:3"
         self.update = (200, {"success": True})
         self.takes_updates = True
+        self.raw = None
 
     async def handle(self, request):
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.calls.append((request.path, body))
+        if self.raw is not None and request.path == "/generate":
+            return web.Response(body=self.raw, content_type="application/json")
         status, answer = await self.respond(request.path, body)
         return web.json_response(answer, status=status)
 
@@ -62,6 +66,7 @@ class StubEngine:
                 self.num_in_flight -= 1
             return 200, self.answer
         if path == "/update_weights_from_disk":
+            await asyncio.sleep(self.update_s)
             if self.takes_updates and self.update[0] == 200:
                 self.version = body["weight_version"]
             return self.update
@@ -123,6 +128,13 @@ NONSENSE = [
     reply([1], spans=[("default", 0, 1)]),
     reply([1], spans=[("2:3", 0, 1)]),
     reply([1], kv_min_version="default"),
+    reply([True]),
+    reply([1.5]),
+    reply([1], spans=[("1:-3", 0, 1)]),
+    reply([1], spans=[("1:3 ", 0, 1)]),
+    reply([1], spans=[(3, 0, 1)]),
+    reply([], reason={"type": "stop", "matched": None}),
+    reply([], reason={"type": "length", "length": 0}),
     reply([1], reason={"type": "tired"}),
     reply([1], reason="stop"),
     reply([1], reason={"type": "abort", "message": "out of memory", "status_code": 500}),
@@ -137,6 +149,24 @@ async def test_an_answer_that_makes_no_sense_is_refused(answer):
     async with stub.client() as client:
         with pytest.raises(GeneratorError):
             await ask(client)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"[" * 100_000, b'"tired"'])
+async def test_a_body_that_makes_no_sense_is_refused(raw):
+    stub = StubEngine()
+    stub.raw = raw
+    async with stub.client() as client:
+        with pytest.raises(GeneratorError):
+            await ask(client)
+
+
+async def test_waiting_for_a_place_does_not_count_as_decoding():
+    stub = StubEngine()
+    stub.delay_s = 0.3
+    async with stub.client(max_concurrency=1) as client:
+        completions = await asyncio.gather(*(ask(client, request_id=str(index)) for index in range(3)))
+    assert all(completion.latency_s < 0.6 for completion in completions)
+    assert stub.peak_in_flight == 1
 
 
 async def test_tokens_that_are_too_old_are_refused():
@@ -159,6 +189,23 @@ async def test_one_version_for_all_is_taken_unless_it_changed_meanwhile():
         await client.update_weights(weights(4), drain=False, timeout_s=5)
         with pytest.raises(GeneratorError, match="changed"):
             await task
+
+
+async def test_one_version_for_all_is_refused_of_a_request_that_was_sent_within_an_update():
+    stub = StubEngine()
+    stub.answer = reply([1, 2])
+    del stub.answer["meta_info"]["weight_versions"]
+    stub.update_s = 0.4
+    async with stub.client() as client:
+        updating = asyncio.create_task(client.update_weights(weights(4), drain=True, timeout_s=5))
+        await asyncio.sleep(0.1)
+        with pytest.raises(GeneratorError, match="changed"):
+            await ask(client)  # answered within it
+        stub.delay_s = 0.6
+        with pytest.raises(GeneratorError, match="changed"):
+            await ask(client)  # answered after it
+        await updating
+        assert (await ask(client)).policy_versions.tolist() == [3, 3]
 
 
 async def test_ids_outside_of_the_vocabulary_are_never_sent():
@@ -246,6 +293,22 @@ async def test_control_calls_pass_when_all_connections_generate():
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_closing_fails_all_that_is_under_way_and_all_that_waits():
+    stub = StubEngine()
+    stub.delay_s = 30.0
+    stub.update_s = 30.0
+    async with stub.client(max_concurrency=2) as client:
+        await client.health()
+        requests = [asyncio.create_task(ask(client, request_id=str(index))) for index in range(6)]
+        updates = [
+            asyncio.create_task(client.update_weights(weights(4), drain=True, timeout_s=20)) for index in range(20)
+        ]
+        await asyncio.sleep(0.2)
+        await client.close()
+        ended = await asyncio.gather(*requests, *updates, return_exceptions=True)
+    assert [type(error) for error in ended] == [GeneratorError] * 26
 
 
 async def test_the_deadline_decides_and_nothing_else():
