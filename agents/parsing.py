@@ -27,6 +27,7 @@ _MARK = re.compile(
     re.MULTILINE,
 )
 _CALL_KEYS = frozenset({"name", "arguments", "id", "type"})
+_SPACE = re.compile(r"\s*")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -176,14 +177,14 @@ def _end_of_fence(text: str, mark: re.Match[str]) -> int:
 def _end_of_ticks(text: str, mark: re.Match[str]) -> int | None:
     """A code span ends at an equal run of back-ticks: on the same line, or, for three and more, anywhere.
 
-    One that would end in the middle of a call is none: the back-tick there is the call's own.
+    One that would end in the middle of a call's JSON is none: the back-tick there is the call's own.
     """
     run = mark["ticks"]
     close = re.compile(rf"(?<!`){run}(?!`)").search(text, mark.end())
     if close is None or (len(run) < 3 and "\n" in text[mark.end() : close.start()]):
         return None
     last_call = text.rfind(CALL_OPEN, mark.end(), close.start())
-    if last_call >= 0 and _end_of_call(text, last_call + len(CALL_OPEN)) > close.start():
+    if last_call >= 0 and _end_of_json(text, last_call + len(CALL_OPEN)) > close.start():
         return None
     return close.end()
 
@@ -193,9 +194,7 @@ def _end_of_call(text: str, start: int) -> int:
 
     A body that is JSON is skipped as such first, since a string in it may hold a tag.
     """
-    search_from = start
-    with contextlib.suppress(ValueError, RecursionError):
-        _, search_from = _DECODER.raw_decode(text, start + _leading_space(text, start))
+    search_from = _end_of_json(text, start)
     close = text.find(CALL_CLOSE, search_from)
     following = text.find(CALL_OPEN, search_from)
     if close >= 0 and not 0 <= following < close:
@@ -203,8 +202,13 @@ def _end_of_call(text: str, start: int) -> int:
     return len(text) if following < 0 else following
 
 
-def _leading_space(text: str, start: int) -> int:
-    return len(text[start:]) - len(text[start:].lstrip())
+def _end_of_json(text: str, start: int) -> int:
+    """Where the JSON value at `start`, or after the space there, ends; `start` when there is none."""
+    body = _SPACE.match(text, start)
+    assert body is not None  # it may be empty
+    with contextlib.suppress(ValueError, RecursionError):
+        return _DECODER.raw_decode(text, body.end())[1]
+    return start
 
 
 def _read_calls(block: str, first_index: int) -> list[ToolCall]:

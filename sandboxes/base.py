@@ -58,7 +58,7 @@ class ExecResult:
     timed_out: bool = False
     """True when the deadline killed the process tree."""
     oom_killed: bool = False
-    """True when the box's memory limit killed a process of this command."""
+    """True when the box's memory limit killed a process while this command ran."""
     output_truncated: bool = False
     """True when output was dropped."""
     num_dropped_bytes: int = 0

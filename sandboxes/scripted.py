@@ -257,6 +257,7 @@ class ScriptedProvider:
         self._processes = processes
         self._boxes: dict[str, ScriptedSandbox] = {}
         self._num_started = 0
+        self._is_closed = False
 
     @property
     def kind(self) -> str:
@@ -264,7 +265,9 @@ class ScriptedProvider:
         return "scripted"
 
     async def start(self, spec: SandboxSpec, *, timeout_s: float) -> ScriptedSandbox:
-        """A new box, at once."""
+        """A new box, at once. Raises SandboxError when the provider is closed."""
+        if self._is_closed:
+            raise SandboxError("the provider of boxes is closed")
         sandbox_id = f"scripted-{self._num_started}"
         self._num_started += 1
         box = ScriptedSandbox(commands=self._commands, processes=self._processes, sandbox_id=sandbox_id)
@@ -285,7 +288,8 @@ class ScriptedProvider:
             await self._boxes.pop(sandbox_id).close()
 
     async def close(self) -> None:
-        """Closes the boxes that are still there."""
+        """Closes the boxes that are still there. Safe to call twice."""
+        self._is_closed = True
         for box in self._boxes.values():
             await box.close()
         self._boxes.clear()

@@ -306,7 +306,7 @@ def read_file(path: str, max_bytes: int) -> int:
                 break
             write_whole(1, data)
             num_left -= len(data)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return report_error(error)
     return 0
 
@@ -323,7 +323,7 @@ def write_file(path: str) -> int:
             if not data:
                 return 0
             write_whole(fd, data)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return report_error(error)
 
 
@@ -386,9 +386,9 @@ def write_whole(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def report_error(error: OSError | ValueError) -> int:
-    """Tells the client the error's number and words; the exit code is that of a failed body. A path that is none
-    (a null byte, half a character) is a ValueError, and EINVAL to the client."""
+def report_error(error: Exception) -> int:
+    """Tells the client the error's number and words; the exit code is that of a failed body. What Python raises for a
+    path that cannot be (a null byte, half a character, thousands of folders) is EINVAL to the client."""
     number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (22, "Invalid path")
     sys.stderr.write(f"{number or 0} {words}")
     sys.stderr.flush()

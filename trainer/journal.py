@@ -191,18 +191,21 @@ class Journal:
             TrainingError: one of them is not finished, or was consumed before; nothing is changed.
         """
         with self._transaction():
-            for state, group_ids in (("trained", trained), ("dropped", dropped)):
-                for group_id in group_ids:
-                    changed = self._db.execute(
-                        "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'",
-                        (state, step, group_id),
-                    )
-                    if changed.rowcount != 1:
-                        raise TrainingError(f"step {step} consumed {group_id}, which is not finished and unconsumed")
+            for group_id in trained:
+                self._consume(group_id, "trained", step=step)
+            for group_id in dropped:
+                self._consume(group_id, "dropped", step=step)
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?)",
                 (step, self._incarnation, json.dumps(row), json.dumps(lags.counts)),
             )
+
+    def _consume(self, group_id: str, state: GroupState, *, step: int) -> None:
+        changed = self._db.execute(
+            "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'", (state, step, group_id)
+        )
+        if changed.rowcount != 1:
+            raise TrainingError(f"step {step} consumed {group_id}, which is not finished and unconsumed")
 
     def roll_back(self, step: int) -> None:
         """Back to the moment after `step`: what later steps consumed is unconsumed, and groups that failed since, or

@@ -209,7 +209,7 @@ class Trainer:
     async def _step(self) -> None:
         waited = time.monotonic()
         self._metrics.show(self._buffer.waiting_for())
-        batch = await self._stop.or_stop(self._buffer.next_batch())
+        batch = await self._stop.or_stop(self._next_batch())
         if not batch.groups:
             raise TrainingError(f"the tasks ran out after step {self._version} of {self._config.max_steps}")
         wait_s = time.monotonic() - waited
@@ -218,6 +218,16 @@ class Trainer:
             await self._publish()
         if self._version % self._config.checkpoint_every_steps == 0:
             await self._write_checkpoint()
+
+    async def _next_batch(self) -> Batch:
+        """The next batch. What it waits for is said whenever that takes as long as a generation request may."""
+        waiting = asyncio.create_task(self._buffer.next_batch())
+        try:
+            while not (await asyncio.wait((waiting,), timeout=self._limits.generation_s))[0]:
+                self._metrics.say(self._buffer.waiting_for())
+            return await waiting
+        finally:
+            waiting.cancel()
 
     async def _train(self, batch: Batch, *, wait_s: float) -> None:
         segments = self._segments(batch.groups)

@@ -1,7 +1,8 @@
 """Trajectory groups as JSON and back, without loss: what `RUN/trajectories/` holds.
 
-Floats are written as the shortest text that gives the same float64 back, so float32 log-probs return bit by bit;
-JSON's NaN and Infinity are used as Python writes them. Token arrays are plain lists, so that any tool reads them.
+Floats are written as the shortest text that gives the same float64 back, so float32 log-probs return bit by bit (of
+a NaN, that it is one); JSON's NaN and Infinity are used as Python writes them. Token arrays are plain lists, so that
+any tool reads them.
 """
 
 import gzip

@@ -4,6 +4,7 @@ Exit codes: 0 when it did what it was asked, 1 when it failed, 2 on bad input, 1
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from driftgym.errors import ConfigError, DriftgymError
+from driftgym.metrics import any_sink_is_alive
 
 _EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
 _ENGINE_TIMEOUT_S = 10.0
@@ -33,8 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script: runs a command, and turns its errors into one line and an exit code.
 
     Args:
-        arguments: the words after the program's name; those that it was called with when None.
+        arguments: the words after the program's name; None takes those that the process was called with. The process
+            is then this program's own, and ends at once where a metric sink was given up, whose library may
+            hold up an ordinary end.
     """
+    try:
+        _run(arguments)
+    except SystemExit as ending:
+        if arguments is None and any_sink_is_alive() and isinstance(ending.code, int | None):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending.code or 0)
+        raise
+
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
     try:
         app(args=arguments)
     except ConfigError as error:

@@ -22,6 +22,7 @@ from driftgym.config import Config
 from driftgym.errors import ConfigError, DriftgymError
 
 Row = Mapping[str, Any]
+_THREAD_NAME = "sink "
 _QUEUE_ROWS = 256  # a sink that lags this many steps behind is taken for dead
 
 
@@ -153,7 +154,7 @@ class _SinkThread:
         self._is_ending = threading.Event()
         self._has_row_in_hand = False
         self.num_dropped = 0
-        self._thread = threading.Thread(target=self._run, name=f"sink {type(sink).__name__}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME + type(sink).__name__, daemon=True)
         self._thread.start()
 
     def offer(self, item: tuple[str, Any]) -> None:
@@ -294,6 +295,11 @@ class WandbSink:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
+
+
+def any_sink_is_alive() -> bool:
+    """True while a sink of this process is at work; after `Metrics.close`: one that was given up."""
+    return any(thread.name.startswith(_THREAD_NAME) for thread in threading.enumerate())
 
 
 def check_metrics(config: MetricsConfig) -> None:

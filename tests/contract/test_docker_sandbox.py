@@ -220,9 +220,8 @@ async def test_close_while_boxes_start_leaves_no_container(
     await asyncio.sleep(delay_s)
     await provider.close()
     for start in starts:
-        with contextlib.suppress(SandboxError):
-            with pytest.raises(SandboxError):
-                await (await start).exec("true")
+        with contextlib.suppress(SandboxError), pytest.raises(SandboxError):
+            await (await start).exec("true")
     assert await boxes_of_run(docker_provider, run_id) == []
     with pytest.raises(SandboxError, match="closed"):
         await provider.list()
@@ -251,13 +250,13 @@ asyncio.run(main())
 async def test_interrupt_while_boxes_start_leaves_no_container(
     docker_provider: DockerProvider, run_id: str, how: str, delay_s: float
 ) -> None:
-    argv = [sys.executable, "-P", "-c", STARTER, run_id, how]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as owner:
-        assert owner.stdout is not None
-        await asyncio.to_thread(owner.stdout.readline)
-        await asyncio.sleep(delay_s)
-        owner.send_signal(signal.SIGINT)
-        await asyncio.to_thread(owner.wait, 60)
+    argv = (sys.executable, "-P", "-c", STARTER, run_id, how)
+    owner = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert owner.stdout is not None
+    await owner.stdout.readline()
+    await asyncio.sleep(delay_s)
+    owner.send_signal(signal.SIGINT)
+    await asyncio.wait_for(owner.wait(), 60)
     for _ in range(100):  # the engine removes those that ran, once their input has ended
         if not await boxes_of_run(docker_provider, run_id):
             return
@@ -271,7 +270,7 @@ async def test_more_cores_than_there_are_is_no_error(docker_provider: DockerProv
 
 
 async def test_reset_leaves_no_messages_to_the_next_episode(box: DockerSandbox) -> None:
-    assert (await box.exec("echo x >/dev/mqueue/letter")).exit_code == 0
+    assert (await box.exec("touch /dev/mqueue/letter")).exit_code == 0
     await box.reset()
     assert (await box.exec("ls /dev/mqueue")).stdout == ""
     segment = "import ctypes; raise SystemExit(ctypes.CDLL(None).shmget(5, 4096, 0o1666) < 0)"

@@ -200,6 +200,8 @@ async def test_provider_lists_removes_and_closes(provider: SandboxProvider) -> N
     for box in boxes:
         with pytest.raises(SandboxError):
             await box.exec(["true"])
+    with pytest.raises(SandboxError, match="closed"):
+        await provider.start(SandboxSpec(), timeout_s=60)
 
 
 async def test_call_under_way_ends_when_its_box_is_closed(real_box: Sandbox) -> None:

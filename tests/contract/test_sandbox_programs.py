@@ -191,7 +191,11 @@ async def test_deadline_without_end_is_no_harm(real_box: Sandbox) -> None:
     assert (await process.ask("on", timeout_s=float("inf"))).text == "on"
 
 
-@pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "/work/" + "d/" * 3000 + "x"])
+@pytest.mark.parametrize(
+    "path",
+    ["a\0b", "\ud800", "x" * 5000, "/work/" + "d/" * 3000 + "x"],
+    ids=["null", "surrogate", "long", "deep"],
+)
 async def test_path_that_cannot_be_is_an_answer_and_no_lost_box(real_box: Sandbox, path: str) -> None:
     with pytest.raises(FileNotFoundError):
         await real_box.read_file(path)

@@ -86,6 +86,12 @@ async def test_the_slow_group_is_trained_within_its_bound_and_in_a_bounded_numbe
     assert result.summary["lag_max"] <= 2
 
 
+async def test_a_long_wait_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = scripted.run_config(tmp_path, "trainer.max_steps=1", "limits.generation_s=0.1")
+    await scripted.begin(config, scripted.ScriptedParts(script=lambda *_: Play(duration_s=0.5)))
+    assert "waiting for groups: 0/2 finished, 2 being played" in capsys.readouterr().out
+
+
 async def test_drop_says_what_it_dropped_and_how_it_leans_to_short_episodes(tmp_path: Path) -> None:
     def long_every_third(index: int, member: int) -> Play:
         is_long = index % 3 == 0

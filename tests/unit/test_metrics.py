@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -108,6 +110,40 @@ def test_a_bad_sink_costs_no_time_and_only_a_count(tmp_path: Path, sink_type: ty
     assert time.monotonic() - started < 5
     assert len(rows_of(tmp_path / "m.jsonl")) == len(good.rows) == 20
     assert metrics.dropped_metrics == 20
+
+
+PROGRAM_WITH_A_DEAD_SINK = """
+import threading, typer
+from pathlib import Path
+from driftgym import cli
+from driftgym.metrics import JsonlWriter, Metrics
+
+class DeadSink:
+    def write(self, row):
+        threading.Event().wait()
+
+@cli.app.command()
+def work(path: Path):
+    threading.Thread(target=threading.Event().wait).start()  # as a library's that waits for its server
+    metrics = Metrics(JsonlWriter(path), [DeadSink()])
+    metrics.log({"step": 1})
+    metrics.close(timeout_s=0.1)
+    typer.echo("done")
+    raise typer.Exit(3)
+
+cli.main()
+"""
+
+
+def test_a_program_whose_sink_was_given_up_ends_all_the_same(tmp_path: Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM_WITH_A_DEAD_SINK, "work", str(tmp_path / "m.jsonl")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout) == (3, "done\n"), finished.stderr
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:

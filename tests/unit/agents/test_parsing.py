@@ -147,6 +147,7 @@ def test_a_list_of_objects_is_several_calls() -> None:
         f"```\n{call('pay', {'eur': 9})}",
         f"The form is `{call('pay', {'eur': 9})}`, on one line.",
         f"The form is ```{call('pay', {'eur': 9})}``` here.",
+        "Put it between `<tool_call>` and `</tool_call>`.",
         "   Answer with spaces, and a lone ` tick. \n",
         "The <think> tag, on its own.",
         "",

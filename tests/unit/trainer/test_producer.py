@@ -102,6 +102,7 @@ async def test_a_group_that_raises_costs_nothing_but_itself(tmp_path: Path) -> N
         return Play(raises=RuntimeError("boom") if index == 0 else None)
 
     async with rig(tmp_path, boom) as the_rig:
+        await until_idle(the_rig)
         assert [g.group_id for g in (await the_rig.batch()).groups] == ["g000001", "g000002"]
         assert [row.group_id for row in the_rig.journal.groups("failed")] == ["g000000"]
         assert the_rig.journal.tally.errors == {"env": 0, "infra": 2, "policy": 0}

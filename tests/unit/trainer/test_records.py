@@ -106,8 +106,10 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
 
 
 def plain(value: Any) -> Any:
-    """A frozen record as values that compare: arrays by type and bytes, so that NaN equals itself."""
+    """A frozen record as values that compare: arrays by type and bytes, so that NaN equals itself, of any payload."""
     if isinstance(value, np.ndarray):
+        if value.dtype.kind == "f":
+            value = np.where(np.isnan(value), np.float32(np.nan), value)
         return (value.dtype.str, value.shape, value.tobytes())
     if hasattr(value, "__dataclass_fields__"):
         return (type(value).__name__, {name: plain(getattr(value, name)) for name in value.__dataclass_fields__})
