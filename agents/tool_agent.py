@@ -10,7 +10,7 @@ from driftgym.agents.generators.base import Generator
 from driftgym.agents.rendering import Renderer
 from driftgym.config import Config
 from driftgym.envs.tools import ToolSchema
-from driftgym.errors import ConfigError, GeneratorError
+from driftgym.errors import GeneratorError
 from driftgym.types import Message, SamplingParams, int32_array
 
 
@@ -23,16 +23,7 @@ class AgentConfig(Config):
     temperature: float = pydantic.Field(1.0, ge=0, description="Divides the logits; above 0 for training.")
     top_p: float = pydantic.Field(1.0, gt=0, le=1, description="Nucleus; 1 for training.")
     max_tokens_per_turn: int = pydantic.Field(256, ge=1, description="Sampled tokens of one turn at most.")
-    max_context_tokens: int = pydantic.Field(4096, ge=2, description="Prompt and answer together at most.")
-
-    def require_trainable(self) -> None:
-        """Raises ConfigError when the log-probs of such sampling are not those of the policy that is trained."""
-        if self.top_p != 1:
-            raise ConfigError(
-                f"agent.top_p: training samples with 1, so that log-probs are exact (given: {self.top_p})"
-            )
-        if self.temperature == 0:
-            raise ConfigError("agent.temperature: training samples with a temperature above 0")
+    max_context_tokens: int = pydantic.Field(1024, ge=2, description="Prompt and answer together at most.")
 
 
 class ToolAgent:

@@ -146,6 +146,11 @@ class ToolEnv(gymnasium.Env[str, str], abc.ABC):
         """True when the environment cannot play another episode and is to be replaced."""
         return False
 
+    @property
+    def has_oracle(self) -> bool:
+        """True when `oracle` can tell what a good player would do."""
+        return type(self).oracle is not ToolEnv.oracle
+
     def oracle(self, *, skill: float, rng: np.random.Generator) -> Message:
         """What a player who knows the answer would do next.
 

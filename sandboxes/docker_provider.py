@@ -70,4 +70,6 @@ class DockerProvider:
         await asyncio.gather(*(box.close() for box in self._boxes))
         for _ in range(_MAX_CONCURRENT_STARTS):
             await self._turns.acquire()
+        for _ in range(_MAX_CONCURRENT_STARTS):
+            self._turns.release()  # whoever asks for a box from now on is refused
         await self._engine.close()

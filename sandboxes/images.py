@@ -14,7 +14,6 @@ from driftgym.sandboxes.docker import Engine
 
 BASE_IMAGE = "driftgym/base:debian"
 DEBIAN_SUITE = "bookworm"
-DEBIAN_MIRROR = "http://deb.debian.org/debian"
 _PACKAGES = "python3"
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 _BUILD_TIMEOUT_S = 900.0
@@ -33,12 +32,19 @@ async def build_base_image(
     *,
     tag: str = BASE_IMAGE,
     say: Callable[[str], None],
-    mirror: str = DEBIAN_MIRROR,
+    mirror: str | None = None,
     rebuild: bool = False,
 ) -> None:
     """Makes the base image: Debian's essential packages (a shell, coreutils, ...) and python3.
 
     Nothing is done when the image is there, unless `rebuild`.
+
+    Args:
+        engine: gets the image.
+        tag: its name.
+        say: takes news for people.
+        mirror: the URL that packages come from; Debian's own when None.
+        rebuild: makes it also when it is there.
 
     Raises:
         ConfigError: the program that unpacks the packages is not installed.
@@ -53,14 +59,14 @@ async def build_base_image(
         )
     with tempfile.TemporaryDirectory(prefix="driftgym-image-") as folder:
         archive = Path(folder) / "root.tar"
-        say(f"unpacking Debian {DEBIAN_SUITE} from {mirror}")
+        say(f"unpacking Debian {DEBIAN_SUITE}")
         await _unpack_debian(archive, mirror=mirror)
         say(f"importing {archive.stat().st_size // 2**20} MiB as {tag}")
         await _import_archive(engine, archive, tag=tag)
     say(f"{tag} is ready")
 
 
-async def _unpack_debian(archive: Path, *, mirror: str) -> None:
+async def _unpack_debian(archive: Path, *, mirror: str | None) -> None:
     options = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
     process = await asyncio.create_subprocess_exec(
         _BUILDER,
@@ -71,7 +77,7 @@ async def _unpack_debian(archive: Path, *, mirror: str) -> None:
         *options,
         DEBIAN_SUITE,
         str(archive),
-        mirror,
+        *([mirror] if mirror is not None else []),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

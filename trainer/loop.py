@@ -80,6 +80,8 @@ class TrainerConfig(Config):
         if self.mode == "sync" and any(getattr(self, name) != value for name, value in _SYNC.items()):
             needs = ", ".join(f"{name}: {value}" for name, value in _SYNC.items())
             return f"mode sync needs {needs}; set them so, or leave them out"
+        if self.mode == "sync" and self.on_lag != "wait":
+            return f"mode sync goes with on_lag: wait; {self.on_lag} would leave out what the last weights wrote"
         return None
 
     def _async_problem(self) -> str | None:
@@ -184,7 +186,8 @@ class Trainer:
         self._buffer = GroupBuffer(self._rule, policy_version=self._version)
 
     async def run(self) -> None:
-        """Trains until `max_steps`. A checkpoint is written at the beginning, as configured, and at the end.
+        """Trains until `max_steps`, and publishes the last weights. Checkpoints are written at the beginning, as
+        configured, and at the end.
 
         Raises:
             RunInterruptedError: the user stopped it; the checkpoint of the last step is there.
@@ -205,6 +208,7 @@ class Trainer:
             finally:
                 self._clock.end_loop()
         await self._write_checkpoint()
+        await self._parts.client.publish(self._run_dir / "weights")
 
     async def _step(self) -> None:
         waited = time.monotonic()

@@ -19,7 +19,7 @@ from driftgym.envs.base import ToolEnv
 from driftgym.envs.registry import make_env
 from driftgym.envs.slots import EnvSlots
 from driftgym.envs.tasks import SeededTasks
-from driftgym.errors import TrainingError
+from driftgym.errors import ConfigError, TrainingError
 from driftgym.metrics import check_metrics
 from driftgym.sandboxes.base import SandboxProvider
 from driftgym.sandboxes.providers import open_provider
@@ -81,6 +81,11 @@ async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: C
     check_metrics(config.metrics)
     env = make_env(config.env.id, limits=config.limits, kwargs=config.env.kwargs)
     await env.aclose()
+    if not env.has_oracle and (config.warmup.num_steps or config.rollout.demonstrations_in_prompt):
+        raise ConfigError(
+            f"env.id: {config.env.id} has no oracle to demonstrate; set warmup.num_steps and "
+            "rollout.demonstrations_in_prompt to 0"
+        )
     model_folder = await asyncio.to_thread(resolve_model, config.model, relative_to=Path())
     renderer = await asyncio.to_thread(make_renderer, config.agent.renderer, model_folder)
     sandboxes = await open_provider(config.sandbox, say=say)
@@ -107,6 +112,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
     say("starting the generator")
     engines = await _start_engines(request, update, closer)
     agent = ToolAgent(engines, prepared.renderer, config.agent)
+    causes = _InfraCauses(say)
 
     async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
         return await run_group(
@@ -118,7 +124,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
             limits=config.limits,
             config=config.rollout,
             min_policy_version=min_policy_version,
-            on_ended=lambda trajectory: _tell_infra_error(trajectory, say),
+            on_ended=causes.tell,
         )
 
     tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
@@ -146,11 +152,21 @@ class Closer:
             self._say(f"closing {name} failed: {type(error).__name__}: {error}")
 
 
-def _tell_infra_error(trajectory: Trajectory, say: Callable[[str], None]) -> None:
-    """Each attempt that infrastructure failed, also one that is tried again: its cause is in no other place."""
-    if trajectory.status is TrajectoryStatus.INFRA_ERROR:
-        last_line = (trajectory.error or "no reason given").strip().splitlines()[-1]
-        say(f"episode {trajectory.trajectory_id} failed by infrastructure: {last_line}")
+class _InfraCauses:
+    """Says why attempts failed by infrastructure, each cause once: an engine that is lost fails hundreds of them."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def tell(self, trajectory: Trajectory) -> None:
+        """Takes the record of every attempt, also of one that is tried again."""
+        if trajectory.status is not TrajectoryStatus.INFRA_ERROR:
+            return
+        cause = (trajectory.error or "no reason given").strip().splitlines()[-1]
+        if cause not in self._said:
+            self._said.add(cause)
+            self._say(f"episode {trajectory.trajectory_id} failed by infrastructure: {cause}")
 
 
 def _open_slots(config: RunConfig, provider: SandboxProvider) -> EnvSlots:
@@ -223,6 +239,7 @@ async def _start_engines(request: StartRequest, update: WeightUpdate, closer: Cl
             config.generator,
             incarnation=weights.incarnation,
             policy_version=weights.policy_version,
+            dtype=config.model.dtype,
             timeout_s=timeout_s,
             close_timeout_s=config.limits.close_s,
         )

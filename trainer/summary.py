@@ -183,7 +183,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def reward_windows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float | None]]:
-    """The run in at most ten windows of equal length: first step, last step, mean reward of the scored episodes."""
+    """The run in at most ten windows of equal length: first step, last step, mean of the steps' mean rewards."""
     size = max(1, math.ceil(len(rows) / _NUM_WINDOWS))
     windows = [rows[start : start + size] for start in range(0, len(rows), size)]
     return [

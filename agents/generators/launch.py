@@ -59,8 +59,11 @@ class EmbeddedServer:
         incarnation: int,
         policy_version: int,
         timeout_s: float,
+        dtype: str = "float32",
     ) -> Self:
         """Starts a server on the model in `model_folder`, whose weights are of that version, on a free port.
+
+        It computes in `dtype`, which is that of the weights, so that the learner finds the same log-probs.
 
         Raises:
             GeneratorError: it died, or was not ready within `timeout_s`; with the last lines that it wrote.
@@ -73,7 +76,7 @@ class EmbeddedServer:
             "-P",
             "-m",
             _SERVER_MODULE,
-            *_server_arguments(model_folder, config, version),
+            *_server_arguments(model_folder, config, version, dtype=dtype),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -156,6 +159,7 @@ async def start_embedded(
     policy_version: int,
     timeout_s: float,
     close_timeout_s: float,
+    dtype: str = "float32",
 ) -> SGLangGenerator:
     """A generator on an embedded server of its own, which ends when the generator is closed, within `close_timeout_s`.
 
@@ -163,7 +167,12 @@ async def start_embedded(
         GeneratorError: as `EmbeddedServer.start`.
     """
     server = await EmbeddedServer.start(
-        model_folder, config, incarnation=incarnation, policy_version=policy_version, timeout_s=timeout_s
+        model_folder,
+        config,
+        incarnation=incarnation,
+        policy_version=policy_version,
+        timeout_s=timeout_s,
+        dtype=dtype,
     )
     return SGLangGenerator(
         server.url,
@@ -174,7 +183,7 @@ async def start_embedded(
     )
 
 
-def _server_arguments(model_folder: Path, config: GeneratorConfig, version: WeightVersion) -> list[str]:
+def _server_arguments(model_folder: Path, config: GeneratorConfig, version: WeightVersion, *, dtype: str) -> list[str]:
     options = {
         "--host": "127.0.0.1",
         "--port": "0",
@@ -183,5 +192,6 @@ def _server_arguments(model_folder: Path, config: GeneratorConfig, version: Weig
         "--num-threads": str(config.num_threads),
         "--weight-version": str(version),
         "--device": config.device,
+        "--dtype": dtype,
     }
     return [str(model_folder), *(part for option in options.items() for part in option), "--exit-with-stdin"]

@@ -86,7 +86,12 @@ def train(
 
     Ctrl-C once stops cleanly, with a checkpoint; twice stops at once.
     """
-    if (config is None) == (resume is None):
+    if config is not None and resume is not None:
+        raise ConfigError(
+            f"train: --resume takes no CONFIG and no overrides (given: {config}); what is to change is changed in "
+            f"{resume / 'config.resolved.yaml'}"
+        )
+    if config is None and resume is None:
         raise ConfigError("train: give either a CONFIG file or --resume RUN; see driftgym train --help")
     from driftgym.trainer import run
     from driftgym.trainer.run_config import load_run_config
@@ -123,7 +128,7 @@ def _print_result(result: Any) -> None:
         sys.exit(_EXIT_INTERRUPTED)
 
 
-@app.command(epilog="Example: driftgym serve runs/my-run/weights/1-00000040 --port 30000")
+@app.command(epilog="Example: driftgym serve runs/my-run/weights/1-40 --port 30000")
 def serve(
     model: Annotated[Path, typer.Argument(help="A folder that transformers can load.")],
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
@@ -133,6 +138,7 @@ def serve(
     num_threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     weight_version: Annotated[str, typer.Option(help="INCARNATION:VERSION of the weights.")] = "1:0",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
 ) -> None:
     """Serve MODEL with the embedded generator, over the part of SGLang's protocol that driftgym uses."""
     if not (model / "config.json").is_file():
@@ -150,6 +156,7 @@ def serve(
         num_threads=num_threads,
         weight_version=weight_version,
         device=device,
+        dtype=dtype,
     )
 
 
@@ -162,12 +169,16 @@ def env_list() -> None:
         typer.echo(env_id)
 
 
-@env_app.command("check", epilog="Example: driftgym env check driftgym/Lookup-v0")
-def env_check(env_id: Annotated[str, typer.Argument(help="A Gymnasium id; see driftgym env list.")]) -> None:
+@env_app.command("check", epilog="Example: driftgym env check driftgym/Lookup-v0 level=two_calls")
+def env_check(
+    env_id: Annotated[str, typer.Argument(help="A Gymnasium id; see driftgym env list.")],
+    kwargs: Annotated[list[str] | None, typer.Argument(help="Its constructor's arguments, as key=value.")] = None,
+) -> None:
     """Check that an environment keeps the contract: seeds, schemas, grading, closing, no leaks between episodes."""
+    from driftgym.config import parse_overrides
     from driftgym.envs.check import check_tool_env
 
-    findings = check_tool_env(env_id)
+    findings = check_tool_env(env_id, kwargs=parse_overrides(kwargs or ()))
     for finding in findings:
         typer.echo(finding)
     if findings:
@@ -175,13 +186,16 @@ def env_check(env_id: Annotated[str, typer.Argument(help="A Gymnasium id; see dr
     typer.echo(f"{env_id}: sound")
 
 
-@sandbox_app.command("build", epilog="Example: driftgym sandbox build")
-def sandbox_build() -> None:
+@sandbox_app.command("build", epilog="Example: driftgym sandbox build --rebuild")
+def sandbox_build(
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build it also when it is there.")] = False,
+    mirror: Annotated[str | None, typer.Option(help="Debian's packages are taken from this URL.")] = None,
+) -> None:
     """Build the base image for Docker boxes, without any registry. Does nothing when it is there."""
     _require_docker()
     from driftgym.sandboxes.images import build_base_image
 
-    _with_engine(lambda engine: build_base_image(engine, say=typer.echo))
+    _with_engine(lambda engine: build_base_image(engine, say=typer.echo, mirror=mirror, rebuild=rebuild))
 
 
 @sandbox_app.command("list", epilog="Example: driftgym sandbox list")

@@ -55,6 +55,18 @@ def load_config(config_type: type[_ConfigT], path: Path, overrides: Iterable[str
     return parse_config(config_type, data, source=str(path))
 
 
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Words of the form `key.path=value`, the value in YAML, as nested mappings. Raises ConfigError.
+
+    >>> parse_overrides(["level=two_calls", "faults.hang=0.1"])
+    {'level': 'two_calls', 'faults': {'hang': 0.1}}
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(data, override)
+    return data
+
+
 def parse_config(config_type: type[_ConfigT], data: Mapping[str, Any], *, source: str) -> _ConfigT:
     """`data` as a `config_type`. Raises ConfigError with one line that names `source` and the key."""
     try:

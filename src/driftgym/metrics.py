@@ -96,8 +96,10 @@ def split_lost_rows(path: Path, lost_path: Path, *, last_step: int) -> int:
     kept = [line for line in lines if _step_of(line) <= last_step]
     lost = [line if line.endswith(b"\n") else line + b"\n" for line in lines if _step_of(line) > last_step]
     if lost:
+        # A kill between the two writes leaves the lines in both files: those are not appended again.
+        already = lost_path.read_bytes() if lost_path.exists() else b""
         with lost_path.open("ab") as file:
-            file.writelines(lost)
+            file.writelines([] if already.endswith(b"".join(lost)) else lost)
             file.flush()
             os.fsync(file.fileno())
         temporary = path.with_name(path.name + ".tmp")

@@ -46,6 +46,12 @@ def config_file(folder: Path, **changes: Any) -> Path:
         (["train", "absent.yaml"], "absent.yaml: cannot be read"),
         (["train"], "give either a CONFIG file or --resume RUN"),
         (["train", "--resume", "absent"], "not the folder of a run"),
+        (["train", "trainer.max_steps=3", "--resume", "absent"], "--resume takes no CONFIG and no overrides"),
+        (["env", "check", "driftgym/Lookup-v0", "levle=two_calls"], "levle"),
+        (
+            ["train", "run.yaml", "env={id: driftgym/Process-v0, kwargs: {env_id: CartPole-v1}}", "warmup.num_steps=1"],
+            "driftgym/Process-v0 has no oracle",
+        ),
         (["train", "run.yaml", "model.path=absent"], "absent: no such folder"),
         (["train", "run.yaml", "env.id=driftgym/Lokup-v0"], "did you mean 'driftgym/Lookup-v0'"),
         (["train", "run.yaml", "env.kwargs={levle: 2}"], "levle"),

@@ -53,6 +53,7 @@ async def test_a_run_ends_after_max_steps_with_everything_in_its_folder(tmp_path
     assert result.summary["generator_idle_fraction"] < 0.5 < 1 - result.summary["trainer_idle_fraction"] * 0.1
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["00000009", "00000012"]
     assert len(list((run_dir / "trajectories").iterdir())) == 24
+    assert "1-00000012" in {path.name for path in (run_dir / "weights").iterdir()}
     group = read_group(run_dir / "trajectories" / "g000003.json.gz")
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0]
     assert parts.client.is_closed

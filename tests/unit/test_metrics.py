@@ -187,6 +187,15 @@ def test_a_torn_last_line_is_set_aside(tmp_path: Path) -> None:
     assert split_lost_rows(tmp_path / "none.jsonl", lost, last_step=9) == 0
 
 
+def test_rows_that_a_kill_left_in_both_files_are_moved_once(tmp_path: Path) -> None:
+    path, lost = tmp_path / "m.jsonl", tmp_path / "lost.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    lost.write_bytes(b'{"step": 9}\n{"step": 2}\n{"step": 3}\n')
+    assert split_lost_rows(path, lost, last_step=1) == 2
+    assert path.read_bytes() == b'{"step": 1}\n'
+    assert lost.read_bytes() == b'{"step": 9}\n{"step": 2}\n{"step": 3}\n'
+
+
 def test_figures_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "m.jsonl")
     writer.write({"step": 1, "a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": float("-inf")}})

@@ -8,7 +8,7 @@ from driftgym.agents.rendering import Renderer
 from driftgym.agents.template_renderer import TemplateRenderer
 from driftgym.agents.tool_agent import AgentConfig, ToolAgent
 from driftgym.envs.tools import ToolSchema
-from driftgym.errors import ConfigError, GeneratorError
+from driftgym.errors import GeneratorError
 from driftgym.types import Completion, Message
 
 TOOL = ToolSchema(name="add", description="Adds.", parameters={"type": "object", "properties": {"a": {}}})
@@ -105,10 +105,3 @@ async def test_an_aborted_answer_is_the_generator_s_fault(
             .start(session_id="s", tools=[TOOL])
             .act([USER], deadline_s=soon())
         )
-
-
-def test_sampling_whose_log_probs_are_not_the_policy_s_is_refused_for_training() -> None:
-    AgentConfig(temperature=0.7).require_trainable()
-    for config in (AgentConfig(top_p=0.9), AgentConfig(temperature=0)):
-        with pytest.raises(ConfigError, match="training samples"):
-            config.require_trainable()

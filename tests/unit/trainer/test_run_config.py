@@ -47,6 +47,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         (["trainer.mode=sync", "trainer.max_lag=8"], "trainer: mode sync needs max_lag: 0"),
         (["trainer.mode=sync", "trainer.weight_update=in_flight"], "trainer: mode sync needs max_lag: 0"),
         (["trainer.mode=snyc"], "trainer.mode"),
+        (["trainer.mode=sync", "trainer.on_lag=mask"], "goes with on_lag: wait"),
         (["limits.tool_call_s=.inf"], "limits.tool_call_s: Input should be a finite number"),
         (["learner.objective={name: ppo, eps_hihg: 1}"], "did you mean 'eps_high'"),
         (["trainer.publish_every_steps=10"], "publish_every_steps 10 is above max_lag"),
@@ -56,7 +57,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         (["trainer.max_steps=many"], "trainer.max_steps"),
         (["agent.top_p=0.9"], "agent.top_p must be 1"),
         (["agent.temperature=0"], "agent.temperature must be above 0"),
-        (["agent.max_context_tokens=2048"], "above generator.max_context_tokens"),
+        (["agent.max_context_tokens=4096"], "above generator.max_context_tokens"),
         (["name=a/b"], "name"),
     ],
 )
