@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from driftgym.agents.parsing import read_arguments
+from driftgym.envs.arguments import read_arguments
 from driftgym.envs.tools import ToolSchema
 from driftgym.types import Message, ToolCall
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from driftgym.agents.chat import openai_message, openai_tool, special_token_escaper
-from driftgym.agents.parsing import THINK_OPEN, call_id, is_in_code, read_arguments, read_message
+from driftgym.agents.parsing import THINK_OPEN, call_id, is_in_code, read_message
+from driftgym.envs.arguments import read_arguments
 from driftgym.envs.tools import ToolSchema
 from driftgym.errors import ConfigError
 from driftgym.types import Message, ToolCall

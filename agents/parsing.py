@@ -7,12 +7,11 @@ the message's content, so that nothing of what the model wrote is lost when the 
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from driftgym.envs.arguments import JSON_DECODER, json_type, read_arguments
 from driftgym.types import Message, ToolCall
 
 CALL_OPEN = "<tool_call>"
@@ -103,24 +102,6 @@ def is_in_code(text: str, position: int) -> bool:
     )
 
 
-def read_arguments(value: object) -> dict[str, Any]:
-    """A call's arguments as an object: from an object, from the JSON text of one, {} from None and from "".
-
-    Raises:
-        ValueError: it is none of these; the message is for the agent to read.
-    """
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        try:
-            value = _DECODER.decode(value)
-        except (ValueError, RecursionError):
-            raise ValueError("arguments must be a JSON object, got a string") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"arguments must be a JSON object, got {_json_type(value)}")
-    return value
-
-
 def _split_reasoning(text: str, *, is_open: bool) -> _Split:
     parts: list[str] = []
     rest = text
@@ -207,7 +188,7 @@ def _end_of_json(text: str, start: int) -> int:
     body = _SPACE.match(text, start)
     assert body is not None  # it may be empty
     with contextlib.suppress(ValueError, RecursionError):
-        return _DECODER.raw_decode(text, body.end())[1]
+        return JSON_DECODER.raw_decode(text, body.end())[1]
     return start
 
 
@@ -217,7 +198,7 @@ def _read_calls(block: str, first_index: int) -> list[ToolCall]:
     if not block.endswith(CALL_CLOSE):
         return [_broken_call(first_index, f"the call was cut off before {CALL_CLOSE}")]
     try:
-        value = _DECODER.decode(body)
+        value = JSON_DECODER.decode(body)
         if _SURROGATE_ESCAPE.search(body):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -232,7 +213,7 @@ def _read_calls(block: str, first_index: int) -> list[ToolCall]:
 
 def _read_call(item: object, index: int) -> ToolCall:
     if not isinstance(item, dict):
-        return _broken_call(index, f"a call is a JSON object with name and arguments, got {_json_type(item)}")
+        return _broken_call(index, f"a call is a JSON object with name and arguments, got {json_type(item)}")
     name = item.get("name")
     if not isinstance(name, str) or not name:
         return _broken_call(index, "the call has no name")
@@ -252,22 +233,3 @@ def _broken_call(index: int, reason: str, *, name: str = "") -> ToolCall:
 def call_id(index: int) -> str:
     """The id of an episode's call number `index`."""
     return f"call_{index}"
-
-
-def _json_type(value: object) -> str:
-    names = {"list": "a list", "str": "a string", "int": "a number", "float": "a number", "bool": "a boolean"}
-    return names.get(type(value).__name__, "null" if value is None else "an object")
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON value")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:80]} is out of range")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

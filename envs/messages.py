@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from driftgym.envs.arguments import read_arguments
 from driftgym.types import Message, ToolCall
 
 
@@ -49,34 +50,20 @@ def _tool_call(call: Any, index: int) -> ToolCall:
     function = fields.get("function")
     function = function if isinstance(function, dict) else {}
     call_id, name = fields.get("id"), function.get("name")
-    arguments, error = read_arguments(function.get("arguments"))
-    if not isinstance(name, str):
-        arguments, error = None, "the call has no function name"
+    arguments: Mapping[str, Any] | None = None
+    error: str | None = None
+    try:
+        if not isinstance(name, str):
+            raise ValueError("the call has no function name")
+        arguments = read_arguments(function.get("arguments"))
+    except ValueError as unreadable:
+        error = str(unreadable)
     return ToolCall(
         call_id=call_id if isinstance(call_id, str) else f"call_{index}",
         name=name if isinstance(name, str) else "",
         arguments=arguments,
         parse_error=error,
     )
-
-
-def read_arguments(raw: object) -> tuple[Mapping[str, Any] | None, str | None]:
-    """A call's arguments and None, or None and why they cannot be read. Nothing and an empty text mean `{}`.
-
-    >>> read_arguments("[1]")
-    (None, 'arguments must be a JSON object, not list')
-    """
-    value = raw
-    if isinstance(raw, str):
-        try:
-            value = json.loads(raw) if raw.strip() else {}
-        except (ValueError, RecursionError) as error:
-            return None, f"arguments are not JSON: {error}"
-    if value is None:
-        return {}, None
-    if not isinstance(value, dict):
-        return None, f"arguments must be a JSON object, not {type(value).__name__}"
-    return value, None
 
 
 def text_of(messages: Iterable[Message]) -> str:

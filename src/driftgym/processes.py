@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import signal
 import struct
 import sys
 import threading
@@ -125,9 +126,9 @@ class ChildProcess:
             raise ChildDiedError(f"{self._name} (pid {self.pid}) ended with exit code {code}") from None
 
     def kill(self) -> None:
-        """Kills the child at once; nothing happens when it has already ended."""
+        """Kills the child at once, and what it started in its session; nothing happens when it has already ended."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self, *, timeout_s: float) -> None:
         """Ends the child: closes its input, which it takes as the end; kills it past `timeout_s`."""
@@ -145,10 +146,14 @@ class ChildProcess:
 def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
     """The child's side: answers calls from standard input until it ends.
 
-    What the functions print goes to standard error, since standard output carries the answers.
+    What the functions print goes to standard error, since standard output carries the answers; what they read from
+    standard input is empty, since that carries the calls.
     """
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
-    requests = sys.stdin.buffer
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while (request := _read_frame(requests)) is not None:

@@ -13,9 +13,15 @@ import pytest
 from driftgym.processes import ChildDiedError, ChildProcess
 
 CHILD = """
-import os, time
+import os, subprocess, sys, time
 from driftgym.processes import serve_calls
-serve_calls({"pid": os.getpid, "sleep": time.sleep, "end": lambda: os._exit(3)})
+
+def grandchild():
+    return subprocess.Popen(["sleep", "600"]).pid
+
+serve_calls({
+    "pid": os.getpid, "sleep": time.sleep, "end": lambda: os._exit(3), "read": sys.stdin.read, "grandchild": grandchild,
+})
 """
 PARENT = """
 import asyncio
@@ -89,3 +95,18 @@ async def test_a_child_that_ends_in_a_call_is_said_with_its_exit_code(environmen
     with pytest.raises(ChildDiedError, match=r"worker \(pid \d+\) ended with exit code 3"):
         await child.call("end", timeout_s=30)
     await child.close(timeout_s=5)
+
+
+async def test_what_a_call_reads_from_standard_input_is_empty(environment: dict[str, str]) -> None:
+    child = await ChildProcess.start("a_child", env=environment)
+    assert await child.call("read", timeout_s=30) == ""
+    assert await child.call("pid", timeout_s=30) == child.pid
+    await child.close(timeout_s=5)
+
+
+async def test_what_a_child_started_ends_with_it(environment: dict[str, str]) -> None:
+    child = await ChildProcess.start("a_child", env=environment)
+    grandchild = await child.call("grandchild", timeout_s=30)
+    assert not is_gone(grandchild)
+    await child.close(timeout_s=5)
+    wait_until_gone(grandchild)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from driftgym.agents.parsing import is_in_code, read_arguments, read_message
+from driftgym.agents.parsing import is_in_code, read_message
 from driftgym.types import Message
 
 
@@ -74,7 +74,7 @@ def test_one_bad_call_does_not_take_its_siblings_down() -> None:
         ('{"arguments":{}}', "no name"),
         ('{"name":"","arguments":{}}', "no name"),
         ('{"name":3}', "no name"),
-        ('{"name":"add","arguments":"x"}', "got a string"),
+        ('{"name":"add","arguments":"x"}', "arguments are not JSON"),
         ('{"name":"add","arguments":"[1]"}', "got a list"),
         ('{"name":"add","arguments":true}', "got a boolean"),
         ('{"name":"add","arguments":{"a":NaN}}', "NaN"),
@@ -121,8 +121,6 @@ def test_no_arguments_are_an_empty_object(arguments: object) -> None:
 def test_arguments_may_be_the_json_text_of_an_object() -> None:
     (given,) = read(call("find", '{"q":"Zürich \\"HB\\""}')).tool_calls
     assert given.arguments == {"q": 'Zürich "HB"'}
-    with pytest.raises(ValueError, match="got a list"):
-        read_arguments([1])
 
 
 def test_any_text_in_arguments_survives() -> None:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from driftgym.envs.messages import message_from_action, read_arguments, text_of
+from driftgym.envs.messages import message_from_action, text_of
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,6 @@ def test_nonsense_calls_become_parse_errors(call):
     assert read.parse_error
     assert read.arguments is None
     assert read.call_id == "call_0"
-
-
-@pytest.mark.parametrize("raw", [None, "", "  ", "{}", {}])
-def test_no_arguments_are_an_empty_object(raw):
-    assert read_arguments(raw) == ({}, None)
-
-
-@pytest.mark.parametrize("raw", ['{"a":1,,}', "[1,2]", '"x"', "3", "[" * 100_000, [1], 3])
-def test_unreadable_arguments_say_why(raw):
-    arguments, error = read_arguments(raw)
-    assert arguments is None
-    assert error
-
-
-def test_arguments_keep_their_characters():
-    arguments = {"город": "Łódź", "emoji": "🧪", "raw": "\\u00e9 stays literal"}
-    assert read_arguments(json.dumps(arguments)) == (arguments, None)
-    assert read_arguments(json.dumps(arguments, ensure_ascii=False)) == (arguments, None)
 
 
 def test_text_of_nothing_is_empty():
