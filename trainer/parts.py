@@ -10,6 +10,7 @@ from driftgym.agents.demonstrations import demonstrate
 from driftgym.agents.generators.base import Generator
 from driftgym.agents.generators.launch import start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
+from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.agents.rendering import Renderer, make_renderer
 from driftgym.agents.rollout import run_group
@@ -110,7 +111,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
         await _warm_up(request, client, slots, prepared.renderer)
     update = await client.publish(request.run_dir / "weights")
     say("starting the generator")
-    engines = await _start_engines(request, update, closer)
+    engines = await _start_engines(request, update, closer, probe_id=prepared.renderer.stop_token_ids[0])
     agent = ToolAgent(engines, prepared.renderer, config.agent)
     causes = _InfraCauses(say)
 
@@ -225,7 +226,9 @@ async def _warm_up(request: StartRequest, client: ProcessTrainingClient, slots: 
     request.say("warmed up: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
 
 
-async def _start_engines(request: StartRequest, update: WeightUpdate, closer: Closer) -> GeneratorPool:
+async def _start_engines(
+    request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int
+) -> GeneratorPool:
     """The generators of the run, all with the weights of `update`."""
     config, timeout_s = request.config, request.config.limits.weight_update_s
 
@@ -253,6 +256,8 @@ async def _start_engines(request: StartRequest, update: WeightUpdate, closer: Cl
         pool = GeneratorPool(servers, policy_version=update.policy_version, on_event=tell)
         closer.add("the generators", pool.close)
         await pool.update_weights(update, drain=False, timeout_s=timeout_s)
+        for server in servers:
+            await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
         return pool
     pool = GeneratorPool(
         await _start_all(lambda: start(update), num=config.generator.num_servers),
