@@ -17,6 +17,7 @@ from driftgym.envs.lookup.store import (
     Fault,
     LatencyDraws,
     Level,
+    Wording,
     World,
     draw_fault,
     draw_world,
@@ -34,6 +35,9 @@ class LookupConfig(Config):
     """The arguments of `driftgym/Lookup-v0`."""
 
     level: Level = pydantic.Field("one_call", description="`two_calls` asks for a fact about the oldest of three.")
+    wording: Wording = pydantic.Field(
+        "oblique", description="`oblique` questions do not name what the tools are called after; `plain` ones do."
+    )
     num_people: int = pydantic.Field(8, ge=3, le=len(NAMES), description="People in the store.")
     latency_mean_s: float = pydantic.Field(0.0, ge=0, description="Mean time that a tool takes, slept in the box.")
     latency_sigma: float = pydantic.Field(
@@ -111,7 +115,9 @@ class LookupEnv(ToolEnv):
         """A new world. `options` may name another `level` for this episode. Raises as in `ToolEnv`."""
         seed = self.episode_seed(seed)
         self._level = self._chosen_level(options or {})
-        self._world = draw_world(seed=seed, level=self._level, num_people=self.config.num_people)
+        self._world = draw_world(
+            seed=seed, level=self._level, num_people=self.config.num_people, wording=self.config.wording
+        )
         self._fault = draw_fault(seed=seed, shares=self.config.faults)
         self._latency = LatencyDraws(seed=seed, mean_s=self.config.latency_mean_s, sigma=self.config.latency_sigma)
         self._results, self._num_calls, self._answer = [], 0, ""

@@ -9,6 +9,7 @@ import numpy as np
 from driftgym.envs.tools import ToolSchema
 
 Level = Literal["one_call", "two_calls"]
+Wording = Literal["oblique", "plain"]
 Fault = Literal["hang", "raise", "flood"]
 
 NAMES = (
@@ -46,7 +47,7 @@ TOOLS: Mapping[Level, tuple[ToolSchema, ...]] = {
     "two_calls": tuple(_SCHEMAS[name] for name in ("get_oldest", "get_youngest", "get_room", "get_desk")),
 }
 
-_WORDINGS: Mapping[str, tuple[str, ...]] = {
+_OBLIQUE: Mapping[str, tuple[str, ...]] = {
     "get_age": (
         "How old is {person}?",
         "How many years has {person} lived?",
@@ -68,10 +69,20 @@ _WORDINGS: Mapping[str, tuple[str, ...]] = {
         "Which number rings {person}?",
     ),
 }
-_SELECTIONS: Mapping[str, tuple[str, ...]] = {
-    "get_oldest": ("the senior of {persons}", "the first-born of {persons}"),
-    "get_youngest": ("the junior of {persons}", "the last-born of {persons}"),
+_PLAIN: Mapping[str, tuple[str, ...]] = {
+    "get_age": ("What is the age of {person}?",),
+    "get_room": ("What is the room of {person}?",),
+    "get_desk": ("What is the desk of {person}?",),
+    "get_phone": ("What is the phone of {person}?",),
 }
+_SELECTIONS: Mapping[Wording, Mapping[str, tuple[str, ...]]] = {
+    "oblique": {
+        "get_oldest": ("the senior of {persons}", "the first-born of {persons}"),
+        "get_youngest": ("the junior of {persons}", "the last-born of {persons}"),
+    },
+    "plain": {"get_oldest": ("the oldest of {persons}",), "get_youngest": ("the youngest of {persons}",)},
+}
+_WORDINGS: Mapping[Wording, Mapping[str, tuple[str, ...]]] = {"oblique": _OBLIQUE, "plain": _PLAIN}
 _NUM_SELECTED = 3
 
 
@@ -115,7 +126,7 @@ class World:
         return self.needed[-1].result
 
 
-def draw_world(*, seed: int, level: Level, num_people: int) -> World:
+def draw_world(*, seed: int, level: Level, num_people: int, wording: Wording = "oblique") -> World:
     """The world of `seed`: people, values of two digits (age, desk) and three (room, phone), and a question."""
     rng = np.random.default_rng([0, seed])
     names = [NAMES[index] for index in rng.permutation(len(NAMES))[:num_people]]
@@ -125,32 +136,36 @@ def draw_world(*, seed: int, level: Level, num_people: int) -> World:
         name: {"age": short.pop(), "room": long.pop(), "desk": short.pop(), "phone": long.pop()} for name in names
     }
     if level == "one_call":
-        return _ask_for_one(records, names[0], rng)
-    return _ask_for_selected(records, tuple(names[:_NUM_SELECTED]), rng)
+        return _ask_for_one(records, names[0], rng, wording=wording)
+    return _ask_for_selected(records, tuple(names[:_NUM_SELECTED]), rng, wording=wording)
 
 
-def _ask_for_one(records: Mapping[str, Mapping[str, int]], person: str, rng: np.random.Generator) -> World:
-    tool = _pick(tuple(_WORDINGS), rng)
+def _ask_for_one(
+    records: Mapping[str, Mapping[str, int]], person: str, rng: np.random.Generator, *, wording: Wording
+) -> World:
+    wordings = _WORDINGS[wording]
+    tool = _pick(tuple(wordings), rng)
     return World(
         records=records,
-        question=_pick(_WORDINGS[tool], rng).format(person=person),
+        question=_pick(wordings[tool], rng).format(person=person),
         people=(person,),
         needed=(_attribute_call(records, tool, person),),
     )
 
 
 def _ask_for_selected(
-    records: Mapping[str, Mapping[str, int]], people: tuple[str, ...], rng: np.random.Generator
+    records: Mapping[str, Mapping[str, int]], people: tuple[str, ...], rng: np.random.Generator, *, wording: Wording
 ) -> World:
-    selector = _pick(tuple(_SELECTIONS), rng)
+    selections = _SELECTIONS[wording]
+    selector = _pick(tuple(selections), rng)
     choose = max if selector == "get_oldest" else min
     chosen = choose(people, key=lambda person: records[person]["age"])
     tool = _pick(("get_room", "get_desk"), rng)
     persons = f"{', '.join(people[:-1])}, {people[-1]}"
-    selection = _pick(_SELECTIONS[selector], rng).format(persons=persons)
+    selection = _pick(selections[selector], rng).format(persons=persons)
     return World(
         records=records,
-        question=_pick(_WORDINGS[tool], rng).format(person=selection),
+        question=_pick(_WORDINGS[wording][tool], rng).format(person=selection),
         people=people,
         needed=(
             NeededCall(tool=selector, arguments={"persons": list(people)}, result=chosen),

@@ -45,6 +45,16 @@ def test_questions_are_short_and_do_not_name_the_tool(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_plain_questions_name_what_the_needed_tools_are_called_after(level):
+    for seed in range(200):
+        world = draw_world(seed=seed, level=level, num_people=8, wording="plain")
+        words = set(re.findall(r"\w+", world.question.lower()))
+        assert {call.tool.removeprefix("get_") for call in world.needed} <= words
+        others = {schema.name for schema in TOOLS[level]} - {call.tool for call in world.needed}
+        assert not {name.removeprefix("get_") for name in others} & words
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_tool_is_needed_about_as_often(level):
     worlds = _worlds(level)
     needed = Counter(call.tool for world in worlds for call in world.needed)
