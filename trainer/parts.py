@@ -89,7 +89,7 @@ async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: C
         )
     model_folder = await asyncio.to_thread(resolve_model, config.model, relative_to=Path())
     renderer = await asyncio.to_thread(make_renderer, config.agent.renderer, model_folder)
-    sandboxes = await open_provider(config.sandbox, say=say)
+    sandboxes = await open_provider(config.sandbox, say=say, run_id=config.name)
     Closer(stack, limits=config.limits, say=say).add("the sandboxes", sandboxes.close)
     return Prepared(model_folder=model_folder, renderer=renderer, sandboxes=sandboxes)
 
