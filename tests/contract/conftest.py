@@ -1,38 +1,20 @@
 """Boxes of every kind for the contract suites."""
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+from docker_engine import open_docker
 
-from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
-from driftgym.sandboxes.images import BASE_IMAGE
 from driftgym.sandboxes.providers import ProcessProvider
 from driftgym.sandboxes.scripted import ScriptedProvider
 
 START_TIMEOUT_S = 60.0
 DOCKER = pytest.param("docker", marks=pytest.mark.docker)
 StartBox = Callable[..., Awaitable[Sandbox]]
-
-
-async def open_docker() -> DockerProvider:
-    """A provider of Docker boxes; skips, or fails where DRIFTGYM_REQUIRE names docker, when there is none."""
-    try:
-        provider = await DockerProvider.open(timeout_s=10.0)
-    except SandboxError as error:
-        reason = str(error)
-    else:
-        if await provider.engine.has_image(BASE_IMAGE):
-            return provider
-        await provider.close()
-        reason = f"the image {BASE_IMAGE} is missing (make sandbox-engine)"
-    if "docker" in os.environ.get("DRIFTGYM_REQUIRE", "").split(","):
-        pytest.fail(f"DRIFTGYM_REQUIRE names docker: {reason}")
-    pytest.skip(reason)
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,6 @@
 """`driftgym train` as a user runs it: the real model, generator server, learner and boxes, in a short quickstart."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker_engine import open_docker
 
 from driftgym.sandboxes.base import SandboxInfo
 from driftgym.sandboxes.docker import Engine
-from driftgym.sandboxes.images import BASE_IMAGE
 from driftgym.sandboxes.reaper import list_boxes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -117,20 +116,8 @@ async def boxes_of(process: subprocess.Popen[str]) -> list[SandboxInfo]:
 
 @pytest.fixture
 async def base_image() -> None:
-    """Skips where there is no engine with the base image; fails there when DRIFTGYM_REQUIRE names docker."""
-    try:
-        engine = await Engine.connect(timeout_s=10.0)
-        is_there = await engine.has_image(BASE_IMAGE)
-        await engine.close()
-    except Exception as error:
-        reason = f"no Docker engine: {error}"
-    else:
-        if is_there:
-            return
-        reason = f"the image {BASE_IMAGE} is missing"
-    if "docker" in os.environ.get("DRIFTGYM_REQUIRE", "").split(","):
-        pytest.fail(f"DRIFTGYM_REQUIRE names docker: {reason}")
-    pytest.skip(reason)
+    provider = await open_docker()
+    await provider.close()
 
 
 @pytest.mark.docker
