@@ -272,8 +272,14 @@ class Journal:
         return Counts(started=started, finished=finished, trained=trained, groups_failed=failed, groups_dropped=dropped)
 
     def rewards(self) -> list[float]:
-        """The grades of the scored episodes, in the order in which they ended."""
-        rows = self._db.execute("SELECT reward FROM episodes WHERE reward IS NOT NULL ORDER BY ended_at, rowid")
+        """The grades of the scored episodes, in the order in which their tasks were taken.
+
+        In the order in which they ended, short episodes would come first, and those are often the failed ones.
+        """
+        rows = self._db.execute(
+            "SELECT reward FROM episodes JOIN groups USING (group_id) WHERE reward IS NOT NULL "
+            "ORDER BY task_index, member"
+        )
         return [reward for (reward,) in rows]
 
     @property

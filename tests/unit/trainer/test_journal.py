@@ -82,6 +82,12 @@ def names(journal: Journal, state: str) -> list[str]:
     return [row.group_id for row in journal.groups(state)]  # type: ignore[arg-type]
 
 
+def test_rewards_come_in_the_order_of_the_tasks_not_in_that_of_the_ends(journal: Journal) -> None:
+    for index in (2, 0, 1):
+        play(journal, index)
+    assert journal.rewards() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
 def test_counts_and_tally_of_what_happened(journal: Journal) -> None:
     first = play(journal, 0)
     second = play(journal, 1, statuses=("completed", "infra_error"))
