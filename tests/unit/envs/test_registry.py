@@ -1,9 +1,11 @@
 import multiprocessing
+import os
 import subprocess
 import sys
 
 import gymnasium
 import pytest
+from registry_child import make_in_child
 
 from driftgym.config import Limits
 from driftgym.envs.registry import check_env_id, list_envs, make_env, register_envs
@@ -153,13 +155,6 @@ def test_a_constructor_without_its_files(registered, echo_env_type):
         make_env(env_id)
 
 
-def _make_in_child(env_id, answers):
-    try:
-        answers.put(type(make_env(env_id)).__name__)
-    except ConfigError as error:
-        answers.put(str(error))
-
-
 def test_an_id_of_the_parents_script_is_named_in_a_spawned_process(tmp_path, echo_env_type):
     """What the main script registers under `if __name__ == "__main__"` does not exist in a spawned process."""
     (tmp_path / "module_with_env.py").write_text(
@@ -183,7 +178,10 @@ def test_an_id_of_the_parents_script_is_named_in_a_spawned_process(tmp_path, ech
         "        child = context.Process(target=work, args=(env_id, answers)); child.start()\n"
         "        print(answers.get(timeout=60)); child.join(60)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=100)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}  # also where PYTHONSAFEPATH leaves out the script's folder
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=100, env=environment
+    )
     without_module, with_module = done.stdout.splitlines()
     assert without_module.startswith("ConfigError: environment 'mine/Toy-v0': not registered in this process")
     assert "my_package.envs:my/Env-v0" in without_module
@@ -193,7 +191,7 @@ def test_an_id_of_the_parents_script_is_named_in_a_spawned_process(tmp_path, ech
 def test_spawn_is_what_a_worker_uses():
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    child = context.Process(target=_make_in_child, args=("driftgym/Lookup-v0", answers))
+    child = context.Process(target=make_in_child, args=("driftgym/Lookup-v0", answers))
     child.start()
     assert answers.get(timeout=60) == "LookupEnv"
     child.join(60)

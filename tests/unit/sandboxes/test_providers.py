@@ -72,7 +72,9 @@ async def test_start_that_is_too_slow_or_cancelled_leaves_nothing() -> None:
 
 
 async def test_boxes_start_no_threads() -> None:
+    before = set(threading.enumerate())
     provider = ProcessProvider()
     await provider.start(SandboxSpec(), timeout_s=60)
+    assert set(threading.enumerate()) <= before
     await provider.close()
-    assert threading.active_count() == 1 or all(not t.name.startswith("driftgym") for t in threading.enumerate())
+    assert set(threading.enumerate()) <= before
