@@ -15,6 +15,7 @@ from driftgym.agents.generators.base import WeightVersion
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.config import Config
 from driftgym.errors import GeneratorError
+from driftgym.processes import end_session, kill_session
 
 _SERVER_MODULE = "driftgym.agents.generators.embedded.server"
 _ERROR_LINES = 12
@@ -134,19 +135,12 @@ class EmbeddedServer:
 
     def kill(self) -> None:
         """Ends the server at once; nothing happens when it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        kill_session(self._process)
 
     async def close(self, *, timeout_s: float) -> None:
         """Ends the server: closes its input, which it takes as the end; kills it past `timeout_s`."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
+            await end_session(self._process, timeout_s=timeout_s)
         finally:
             self._errors.close()
 

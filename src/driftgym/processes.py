@@ -127,20 +127,30 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kills the child at once, and what it started in its session; nothing happens when it has already ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_session(self._process)
 
     async def close(self, *, timeout_s: float) -> None:
         """Ends the child: closes its input, which it takes as the end; kills it past `timeout_s`."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._process.wait()
-        finally:  # also when the waiting was cancelled
-            self.kill()
-        await self._process.wait()
+        await end_session(self._process, timeout_s=timeout_s)
+
+
+def kill_session(process: asyncio.subprocess.Process) -> None:
+    """Kills a process that leads a session, and what it started in it; nothing happens when all have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def end_session(process: asyncio.subprocess.Process, *, timeout_s: float) -> None:
+    """Ends a process that leads a session: closes its input, which it takes as the end; kills all past `timeout_s`."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+    finally:  # also when the waiting was cancelled
+        kill_session(process)
+    await process.wait()
 
 
 def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
