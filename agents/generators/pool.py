@@ -74,8 +74,7 @@ class GeneratorPool:
         self._last_busy_s: dict[str, float] = {}
         self._is_paused = False
         self._is_closed = False
-        self.num_retried = 0
-        """Requests that were sent to another engine after one failed."""
+        self.num_retried = 0  # requests that were sent to another engine after one failed
 
     @property
     def min_version(self) -> int:
@@ -250,18 +249,19 @@ class GeneratorPool:
     async def health(self) -> GeneratorHealth:
         """The pool as one engine: the lowest version, sums of requests, and the mean of the busy seconds.
 
-        An engine that does not answer is taken out, as in every other call; its busy seconds so far still count.
+        One that does not answer counts with its busy seconds so far; its requests find out whether it is dead or slow.
         """
         healths: list[GeneratorHealth] = []
 
         async def ask(member: Member) -> None:
-            health = await member.generator.health()
-            self._last_busy_s[member.name] = health.busy_s
-            healths.append(health)
+            with contextlib.suppress(GeneratorError):
+                health = await member.generator.health()
+                self._last_busy_s[member.name] = health.busy_s
+                healths.append(health)
 
         await self._each(ask)
         if not healths:
-            raise GeneratorError("no generator is left")
+            raise GeneratorError("no generator answers")
         busy_s = sum(self._last_busy_s.values()) / self._num_places
         return _combined(healths, policy_version=self.min_version, busy_s=busy_s)
 

@@ -113,6 +113,19 @@ async def test_a_dead_engine_is_taken_out_and_its_requests_move():
     assert health.num_running == 0
 
 
+async def test_a_statistic_takes_no_engine_out():
+    class Busy(ScriptedGenerator):
+        async def health(self):
+            raise GeneratorError("no answer in time")
+
+    events = Events()
+    pool = GeneratorPool([Busy(lambda request: [7]), scripted()], policy_version=0, on_event=events)
+    assert (await pool.health()).num_running == 0
+    assert events.names == []
+    assert {tuple((await ask(pool, f"s{index}")).token_ids.tolist()) for index in range(4)} == {(7,), (7, 8, 9)}
+    await pool.close()
+
+
 async def test_an_engine_is_looked_at_once_for_all_that_failed_there_at_once():
     looks = []
 
