@@ -1,4 +1,4 @@
-"""Makes the tokenizer of the tiny models anew: `python configs/models/make_tiny_tokenizer.py [FOLDER]`.
+"""Makes the tokenizer of the tiny models anew: `python benchmarks/make_tiny_tokenizer.py [FOLDER]`.
 
 A byte-level BPE trained on the texts of Lookup, so that any Unicode text goes in and comes out as it was, while the
 environment's own words take a token each. Three rules serve a small model that has to copy: a digit is a token; a
@@ -80,7 +80,7 @@ def make_tokenizer() -> Tokenizer:
 
 def main() -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`."""
-    default = Path(__file__).parent / "tiny-qwen3"
+    default = Path(__file__).parents[1] / "configs" / "models" / "tiny-qwen3"
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save(str(folder / "tokenizer.json"))
