@@ -1,5 +1,6 @@
 """A `Sandbox` on top of a toolbox, wherever that runs: `ProcessSandbox` and `DockerSandbox` add start and end."""
 
+import abc
 import asyncio
 import codecs
 import errno
@@ -95,7 +96,7 @@ class ToolboxProcess:
             await self._client.call("kill", timeout_s=_SPAWN_TIMEOUT_S, key=self._key)
 
 
-class ToolboxSandbox:
+class ToolboxSandbox(abc.ABC):
     """One box; see `Sandbox`. Its subclass owns what it runs in, and releases that once."""
 
     def __init__(self, *, client: ToolboxClient, sandbox_id: str) -> None:
@@ -175,9 +176,9 @@ class ToolboxSandbox:
             self._closing = asyncio.ensure_future(self._release())
         await asyncio.shield(self._closing)
 
+    @abc.abstractmethod
     async def _release(self) -> None:
         """Ends what the box runs in. Called once; raises nothing when that is gone already."""
-        raise NotImplementedError
 
 
 def _exec_result(answer: Answer, max_output_bytes: int) -> ExecResult:
