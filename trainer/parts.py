@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from driftgym.agents.base import Agent
 from driftgym.agents.demonstrations import demonstrate
 from driftgym.agents.generators.base import Generator
 from driftgym.agents.generators.launch import start_embedded
@@ -27,6 +28,7 @@ from driftgym.sandboxes.providers import open_provider
 from driftgym.trainer.lineage import Lineage, learner_part
 from driftgym.trainer.loop import Parts
 from driftgym.trainer.models import resolve_model
+from driftgym.trainer.producer import PlayGroup
 from driftgym.trainer.run_config import RunConfig
 from driftgym.trainer.segments import segments_of
 from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
@@ -113,6 +115,12 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
     say("starting the generator")
     engines = await _start_engines(request, update, closer, probe_id=prepared.renderer.stop_token_ids[0])
     agent = ToolAgent(engines, prepared.renderer, config.agent)
+    tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
+    return Parts(client=client, engines=engines, play=group_player(config, agent, slots, say=say), tasks=tasks)
+
+
+def group_player(config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Callable[[str], None]) -> PlayGroup:
+    """Plays a group as `config` says; why attempts failed by infrastructure is said."""
     causes = _InfraCauses(say)
 
     async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
@@ -128,8 +136,7 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
             on_ended=causes.tell,
         )
 
-    tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
-    return Parts(client=client, engines=engines, play=play, tasks=tasks)
+    return play
 
 
 class Closer:

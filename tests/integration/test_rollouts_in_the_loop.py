@@ -15,7 +15,6 @@ import pytest
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import Script, ScriptedGenerator, ScriptedRequest
 from driftgym.agents.rendering import Renderer, make_renderer
-from driftgym.agents.rollout import run_group
 from driftgym.agents.tool_agent import ToolAgent
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.lookup.store import Fault, draw_fault, draw_world
@@ -25,9 +24,9 @@ from driftgym.envs.tools import ToolSchema
 from driftgym.errors import GeneratorError, TrainingError
 from driftgym.sandboxes.providers import open_provider
 from driftgym.trainer.loop import Parts
-from driftgym.trainer.parts import StartRequest
+from driftgym.trainer.parts import StartRequest, group_player
 from driftgym.trainer.scripted import NumberedTasks, ScriptedTrainingClient
-from driftgym.types import Completion, Message, SamplingParams, Task, ToolCall, TrajectoryGroup, TrajectoryStatus
+from driftgym.types import Completion, Message, SamplingParams, ToolCall, TrajectoryStatus
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny-qwen3"
 _spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
@@ -153,19 +152,8 @@ class RolloutParts:
         slots = EnvSlots(self._make, num_slots=config.trainer.max_in_flight_groups * config.trainer.group_size)
         stack.push_async_callback(slots.close)
 
-        async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
-            return await run_group(
-                task,
-                group_id=group_id,
-                group_size=config.trainer.group_size,
-                agent=agent,
-                slots=slots,
-                limits=config.limits,
-                config=config.rollout,
-                min_policy_version=min_policy_version,
-            )
-
         client = ScriptedTrainingClient(incarnation=request.incarnation)
+        play = group_player(config, agent, slots, say=request.say)
         return Parts(client=client, engines=pool, play=play, tasks=NumberedTasks())
 
 
