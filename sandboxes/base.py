@@ -6,6 +6,7 @@ over every implementation.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import pydantic
@@ -18,16 +19,71 @@ WORK_DIR = "/work"
 
 
 class SandboxSpec(Config):
-    """What a box may use. The defaults are for untrusted commands; each is loosened by name."""
+    """What a box is made of and what it may use. The defaults are for untrusted commands; each is loosened by name.
 
-    image: str = pydantic.Field("driftgym/base:debian", description="Image of a Docker box; see `sandbox build`.")
+    At most one of `image`, `dockerfile` and `base` is given; none of them means `base: debian`.
+    """
+
+    image: str | None = pydantic.Field(None, description="An image that the Docker engine has, or may pull.")
+    dockerfile: str | None = pydantic.Field(None, description="A folder with a Dockerfile; built once per content.")
+    base: Literal["debian"] | None = pydantic.Field(
+        None, description="A small image of the distribution's own packages, made without a registry."
+    )
+    may_pull: bool = pydantic.Field(False, description="A missing `image` may be pulled from its registry.")
+    runtime: str | None = pydantic.Field(
+        None, description="The engine's runtime, as `runsc` (gVisor); None takes its default."
+    )
+    toolbox: Literal["auto", "python", "engine"] = pydantic.Field(
+        "auto", description="How commands get in: by a server in the image's Python, or by the engine's exec."
+    )
     memory_bytes: int = pydantic.Field(256 * MIB, ge=32 * MIB, description="Memory, swap included; 32 MiB at least.")
     num_cpus: float = pydantic.Field(1.0, ge=0.01, description="CPU share, in cores.")
     max_pids: int = pydantic.Field(64, gt=0, description="Processes and threads.")
     max_open_files: int = pydantic.Field(256, gt=0, description="Open files per process.")
+    max_output_bytes: int = pydantic.Field(
+        1 * MIB, gt=0, description="Standard output of a command, and its standard error, unless the call says."
+    )
     work_dir_bytes: int = pydantic.Field(64 * MIB, gt=0, description="Size of the tmpfs where work happens.")
     network: Literal["none", "bridge"] = pydantic.Field("none", description="`bridge` opens the network.")
+    egress: tuple[str, ...] = pydantic.Field(
+        (), description="Hosts that a box without network may still reach by HTTP(S), as `name`, `*.name`, `name:port`."
+    )
     read_only_root: bool = pydantic.Field(True, description="False makes the root file system writable.")
+    run_as_root: bool = pydantic.Field(
+        False, description="True runs commands as root: the wall between them and the toolbox is gone."
+    )
+    dead_man_s: float = pydantic.Field(
+        60.0, gt=0, description="A box whose owner says nothing for so long ends itself, in seconds."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "SandboxSpec":
+        named = [name for name in ("image", "dockerfile", "base") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"give one of image, dockerfile and base, not {' and '.join(named)}")
+        if self.egress and self.network != "none":
+            raise ValueError("egress names what a box without network may reach: leave out network, or egress")
+        if self.egress and self.toolbox == "engine":
+            raise ValueError("egress is let through by the toolbox: toolbox: engine has none")
+        return self
+
+
+class PoolConfig(Config):
+    """How boxes are kept ready, and how they come back into service."""
+
+    reuse: Literal["auto", "fresh", "reset"] = pydantic.Field(
+        "auto",
+        description="`fresh` gives every episode a new box, `reset` cleans and verifies the same one; `auto` resets "
+        "boxes whose root is read-only and whose commands do not run as root.",
+    )
+    num_warm: int = pydantic.Field(2, ge=0, description="Boxes kept started and unused, ahead of the next request.")
+    max_boxes: int = pydantic.Field(256, gt=0, description="Boxes at once, warm and leased.")
+    max_memory_bytes: int | None = pydantic.Field(
+        None, gt=0, description="The memory limits of all boxes together; None bounds their number alone."
+    )
+    lease_s: float = pydantic.Field(
+        3600.0, gt=0, description="A box that is neither reset nor given back for so long is taken back."
+    )
 
 
 class SandboxConfig(Config):
@@ -37,6 +93,7 @@ class SandboxConfig(Config):
         "auto", description="`auto` takes Docker when the engine answers; `process` is for trusted code only."
     )
     spec: SandboxSpec = SandboxSpec()
+    pool: PoolConfig = PoolConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +166,19 @@ class SandboxProcess(Protocol):
 class Sandbox(Protocol):
     """One box. Every method raises SandboxError when the box is gone."""
 
+    @property
+    def sandbox_id(self) -> str:
+        """What the provider knows it by."""
+        ...
+
+    async def ping(self, *, timeout_s: float) -> None:
+        """Waits for a sign of life.
+
+        Raises:
+            SandboxError: the box is gone, or does not answer within `timeout_s`, and is lost therefore.
+        """
+        ...
+
     async def exec(
         self,
         command: str | Sequence[str],
@@ -117,12 +187,13 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout_s: float = 10.0,
-        max_output_bytes: int = 1 * MIB,
+        max_output_bytes: int | None = None,
     ) -> ExecResult:
         """Runs an argv, or a shell line when `command` is a string, and waits for it.
 
-        At `timeout_s` the whole process tree is killed and the box stays usable. `max_output_bytes` holds for
-        standard output and standard error each; what is beyond is counted and dropped, the command goes on.
+        At `timeout_s` the whole process tree is killed and the box stays usable. `max_output_bytes` (None takes the
+        spec's) holds for standard output and standard error each; what is beyond is counted and dropped, the command
+        goes on.
         A command that cannot be started gives exit code 127 with the reason in `stderr`.
 
         Raises:
@@ -159,8 +230,38 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def reset(self) -> None:
-        """Kills every process that was started in the box and empties its work folder and temporary folder.
+    async def upload(self, local: Path, path: str, *, timeout_s: float = 60.0) -> None:
+        """Copies a folder of this machine into the folder `path` of the box, as the agent's user.
+
+        Folders are made, files of the same name replaced, others left alone. Regular files, folders and symbolic
+        links are copied, with their permissions; whatever else is there (devices, sockets) is left out.
+
+        Raises:
+            NotADirectoryError: `local` is no folder.
+            OSError: it cannot be written there (read-only, no space), or `local` cannot be read.
+            SandboxError: the box is gone, or the copy did not end within `timeout_s`.
+        """
+        ...
+
+    async def download(
+        self, path: str, local: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000, timeout_s: float = 60.0
+    ) -> None:
+        """Copies the folder `path` of the box into the folder `local` of this machine, which is made.
+
+        What the box holds is not trusted: nothing is written outside of `local`, links that lead out of it, devices
+        and the like are left out, and permissions are those of an ordinary file or folder.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or it cannot be read by the agent's user.
+            ValueError: it holds more than `max_bytes` or `max_files`; part of it may have been written.
+            OSError: `local` cannot be written.
+            SandboxError: the box is gone, or the copy did not end within `timeout_s`.
+        """
+        ...
+
+    async def reset(self, *, keep_files: bool = False) -> None:
+        """Kills every process that was started in the box, empties every place where files could be written, and
+        verifies that both is so. With `keep_files`, kills alone: grading can read what no process can change.
 
         Raises:
             SandboxError: the box is gone, or does not come back clean; it must then be closed.

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
-from docker_engine import open_docker
+from docker_engine import busybox_image, open_docker, require_gvisor
 
 from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
@@ -14,6 +14,8 @@ from driftgym.sandboxes.scripted import ScriptedProvider
 
 START_TIMEOUT_S = 60.0
 DOCKER = pytest.param("docker", marks=pytest.mark.docker)
+ENGINE_EXEC = pytest.param("engine-exec", marks=pytest.mark.docker)
+GVISOR = pytest.param("gvisor", marks=[pytest.mark.docker, pytest.mark.gvisor])
 StartBox = Callable[..., Awaitable[Sandbox]]
 
 
@@ -21,40 +23,76 @@ StartBox = Callable[..., Awaitable[Sandbox]]
 async def provider_of(kind: str) -> AsyncIterator[SandboxProvider]:
     """A provider of boxes of one kind, closed at the end."""
     provider: SandboxProvider
-    if kind == "docker":
-        provider = await open_docker()
-    else:
+    if kind in ("process", "scripted"):
         provider = ProcessProvider() if kind == "process" else ScriptedProvider()
+    else:
+        provider = await open_docker()
     try:
         yield provider
     finally:
         await provider.close()
 
 
-@pytest_asyncio.fixture(params=["process", DOCKER, "scripted"])
-async def provider(request: pytest.FixtureRequest) -> AsyncIterator[SandboxProvider]:
+async def spec_of(kind: str, provider: SandboxProvider) -> SandboxSpec:
+    """What a box of one kind is asked for with; skips where the engine cannot have it."""
+    if kind == "engine-exec":
+        assert isinstance(provider, DockerProvider)
+        return SandboxSpec(image=await busybox_image(provider.engine), toolbox="engine")
+    if kind == "gvisor":
+        assert isinstance(provider, DockerProvider)
+        await require_gvisor(provider.engine)
+        return SandboxSpec(runtime="runsc")
+    return SandboxSpec()
+
+
+@pytest.fixture(params=["process", DOCKER, ENGINE_EXEC, GVISOR, "scripted"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of box."""
+    return str(request.param)
+
+
+@pytest_asyncio.fixture
+async def provider(kind: str) -> AsyncIterator[SandboxProvider]:
     """A provider of each kind."""
-    async with provider_of(request.param) as provider:
+    async with provider_of(kind) as provider:
         yield provider
 
 
 @pytest_asyncio.fixture
-async def box(provider: SandboxProvider) -> Sandbox:
+async def spec(kind: str, provider: SandboxProvider) -> SandboxSpec:
+    """What a box of each kind is asked for with."""
+    return await spec_of(kind, provider)
+
+
+@pytest_asyncio.fixture
+async def box(provider: SandboxProvider, spec: SandboxSpec) -> Sandbox:
     """A box of each kind."""
-    return await provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
+    return await provider.start(spec, timeout_s=START_TIMEOUT_S)
 
 
-@pytest_asyncio.fixture(params=["process", DOCKER])
-async def real_provider(request: pytest.FixtureRequest) -> AsyncIterator[SandboxProvider]:
+@pytest.fixture(params=["process", DOCKER, ENGINE_EXEC, GVISOR])
+def real_kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of box that runs real programs."""
+    return str(request.param)
+
+
+@pytest_asyncio.fixture
+async def real_provider(real_kind: str) -> AsyncIterator[SandboxProvider]:
     """A provider of each kind whose boxes run real programs."""
-    async with provider_of(request.param) as provider:
+    async with provider_of(real_kind) as provider:
         yield provider
 
 
 @pytest_asyncio.fixture
-async def real_box(real_provider: SandboxProvider) -> Sandbox:
+async def real_spec(real_kind: str, real_provider: SandboxProvider) -> SandboxSpec:
+    """What a box that runs real programs is asked for with."""
+    return await spec_of(real_kind, real_provider)
+
+
+@pytest_asyncio.fixture
+async def real_box(real_provider: SandboxProvider, real_spec: SandboxSpec) -> Sandbox:
     """A box that runs real programs."""
-    return await real_provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
+    return await real_provider.start(real_spec, timeout_s=START_TIMEOUT_S)
 
 
 @pytest_asyncio.fixture

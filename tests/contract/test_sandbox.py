@@ -186,8 +186,8 @@ async def test_closed_box_raises_and_closes_twice(box: Sandbox) -> None:
         await process.ask("x", timeout_s=1)
 
 
-async def test_provider_lists_removes_and_closes(provider: SandboxProvider) -> None:
-    boxes = await asyncio.gather(*(provider.start(SandboxSpec(), timeout_s=60) for _ in range(3)))
+async def test_provider_lists_removes_and_closes(provider: SandboxProvider, spec: SandboxSpec) -> None:
+    boxes = await asyncio.gather(*(provider.start(spec, timeout_s=60) for _ in range(3)))
     infos = await provider.list()
     assert len({info.sandbox_id for info in infos}) >= 3
     assert all(info.owner_is_alive for info in infos)
@@ -201,7 +201,7 @@ async def test_provider_lists_removes_and_closes(provider: SandboxProvider) -> N
         with pytest.raises(SandboxError):
             await box.exec(["true"])
     with pytest.raises(SandboxError, match="closed"):
-        await provider.start(SandboxSpec(), timeout_s=60)
+        await provider.start(spec, timeout_s=60)
 
 
 async def test_call_under_way_ends_when_its_box_is_closed(real_box: Sandbox) -> None:
