@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -m "not slow"
 
 export PYTHONSAFEPATH := 1
 
-.PHONY: help install quickstart smollm2 test check sandbox-engine clean
+.PHONY: help install quickstart smollm2 test check sandbox-engine test-engine clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /: /'
@@ -51,8 +51,11 @@ check: $(VENV)/.dev ## linters, types, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-sandbox-engine: $(VENV)/.train ## make sure that a Docker engine answers and that the base image is there
-	PYTHON=$(BIN)/python .ci/sandbox-engine
+sandbox-engine: $(VENV)/.train ## make sure of a Docker engine and the base image; GVISOR=1 adds the runtime runsc
+	PYTHON=$(BIN)/python GVISOR=$(GVISOR) .ci/sandbox-engine
+
+test-engine: $(VENV)/.train ## the same, with all that the tests need: gVisor, busybox
+	PYTHON=$(BIN)/python GVISOR=1 TESTS=1 .ci/sandbox-engine
 
 clean: ## remove what was installed and built; runs stay
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

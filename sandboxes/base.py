@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 import pydantic
 
 from driftgym.config import Config
+from driftgym.errors import ConfigError
+from driftgym.sandboxes.egress_rules import check_rules
 
 MIB = 1024 * 1024
 WORK_DIR = "/work"
@@ -61,6 +63,10 @@ class SandboxSpec(Config):
         named = [name for name in ("image", "dockerfile", "base") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ValueError(f"give one of image, dockerfile and base, not {' and '.join(named)}")
+        try:
+            check_rules(self.egress)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if self.egress and self.network != "none":
             raise ValueError("egress names what a box without network may reach: leave out network, or egress")
         if self.egress and self.toolbox == "engine":

@@ -5,34 +5,26 @@ engine that hangs must not block.
 """
 
 import asyncio
-import json
 import struct
 from collections.abc import Callable
 
 from driftgym.errors import SandboxError
+from driftgym.sandboxes.docker_request import EngineRequest, RefusedError
 
 _FRAME = struct.Struct(">BxxxL")
 _STDOUT = 1
 _MAX_STDERR_BYTES = 2000
-_MAX_ANSWER_BYTES = 1024 * 1024
 
 
 async def read_api_version(socket_path: str) -> str:
     """The version of the API that the engine speaks. The caller sets the deadline. Raises SandboxError."""
+    request = EngineRequest(socket_path=socket_path, method="GET", path="/version")
     try:
-        reader, writer = await asyncio.open_unix_connection(socket_path)
-    except OSError as error:
-        raise SandboxError(f"no Docker engine answers at {socket_path} ({error.strerror})") from None
-    try:
-        writer.write(b"GET /version HTTP/1.0\r\nHost: docker\r\n\r\n")
-        answer = await reader.read(_MAX_ANSWER_BYTES)
-        while more := await reader.read(_MAX_ANSWER_BYTES):
-            answer += more
-        return str(json.loads(answer.partition(b"\r\n\r\n")[2])["ApiVersion"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str((await request.answer).value["ApiVersion"])
+    except (KeyError, TypeError, RefusedError) as error:
         raise SandboxError(f"what answers at {socket_path} is no Docker engine ({error!r})") from None
     finally:
-        writer.close()
+        request.abort("given up")
 
 
 class AttachedStream(asyncio.Protocol):

@@ -1,117 +1,143 @@
-"""Images for Docker boxes: a base image is made from the distribution's own packages, without any registry."""
+"""Which image a box is made of, and how it gets onto the engine: built once per content, pulled only where allowed.
+
+A spec names an image, a folder with a Dockerfile, or the base image. `resolve_image` finds what is there;
+`prepare_image`, before any work starts, also makes what is not.
+"""
 
 import asyncio
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-
-import docker.errors
+import hashlib
+from collections.abc import Callable, Iterable
 
 from driftgym.errors import ConfigError, SandboxError
-from driftgym.sandboxes.docker import Engine
+from driftgym.sandboxes.base import SandboxSpec
+from driftgym.sandboxes.base_image import BASE_IMAGE, build_base_image
+from driftgym.sandboxes.build_context import read_context
+from driftgym.sandboxes.build_lock import only_one
+from driftgym.sandboxes.docker_engine import Engine
+from driftgym.sandboxes.image_build import BUILD_TIMEOUT_S, build_image, drop_unnamed, pull_image
 
-BASE_IMAGE = "driftgym/base:debian"
-DEBIAN_SUITE = "bookworm"
-_PACKAGES = "python3"
-_LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
-_BUILD_TIMEOUT_S = 900.0
-_END_TIMEOUT_S = 30.0
-_BUILDER = "mmdebstrap"
+__all__ = ["BASE_IMAGE", "BUILT_REPOSITORY", "build_base_image", "build_folder", "prepare_image", "resolve_image"]
 
-
-async def ensure_image(engine: Engine, name: str) -> None:
-    """Raises ConfigError, which says what to do, when the engine does not have the image."""
-    if not await engine.has_image(name):
-        raise ConfigError(f"image {name} is missing: build it with `driftgym sandbox build`, or name another image")
+BUILT_REPOSITORY = "driftgym/built"
+"""Images of Dockerfiles; the tag is the hash of what each was built from."""
+_NUM_TAG_CHARACTERS = 32
+_Say = Callable[[str], None]
 
 
-async def build_base_image(
-    engine: Engine,
-    *,
-    tag: str = BASE_IMAGE,
-    say: Callable[[str], None],
-    mirror: str | None = None,
-    rebuild: bool = False,
-) -> None:
-    """Makes the base image: Debian's essential packages (a shell, coreutils, ...) and python3.
+async def resolve_image(engine: Engine, spec: SandboxSpec) -> str:
+    """The name of the image that boxes of `spec` are made of, which the engine has. Builds and pulls nothing.
 
-    Nothing is done when the image is there, unless `rebuild`.
+    A Dockerfile's folder is read for its hash: remember the answer where boxes start by the thousand.
+
+    Raises:
+        SandboxError: the engine does not have it (the message says what to do), or does not answer; or the
+            Dockerfile's folder cannot be read.
+    """
+    try:
+        return await prepare_image(engine, spec, say=_say_nothing, may_build=False, may_pull=False)
+    except ConfigError as error:
+        raise SandboxError(str(error)) from None
+
+
+async def prepare_image(
+    engine: Engine, spec: SandboxSpec, *, say: _Say, may_build: bool, may_pull: bool | None = None
+) -> str:
+    """The name of the image that boxes of `spec` are made of, after it has been built or pulled where it was missing.
 
     Args:
         engine: gets the image.
-        tag: its name.
+        spec: names it.
         say: takes news for people.
-        mirror: the URL that packages come from; Debian's own when None.
-        rebuild: makes it also when it is there.
+        may_build: whether the base image, or that of a Dockerfile, is built.
+        may_pull: whether images are pulled; None takes the spec's.
 
     Raises:
-        ConfigError: the program that unpacks the packages is not installed.
-        SandboxError: it failed, or the engine did; nothing is left.
+        ConfigError: it is missing and may not be built or pulled, or the Dockerfile's folder is no such thing.
+        SandboxError: the build or the pull failed, or the engine does not answer.
     """
-    if not rebuild and await engine.has_image(tag):
-        say(f"{tag} is there already")
-        return
-    if shutil.which(_BUILDER) is None:
-        raise ConfigError(
-            f"the base image is made with {_BUILDER}, which is missing: `make sandbox-engine` installs it"
+    may_pull = spec.may_pull if may_pull is None else may_pull
+    if spec.dockerfile is not None:
+        return await build_folder(engine, spec.dockerfile, say=say, may_build=may_build, may_pull=may_pull)
+    name = spec.image or BASE_IMAGE
+    await _prepare_named(engine, name, say=say, may_build=may_build, may_pull=may_pull)
+    return name
+
+
+async def build_folder(
+    engine: Engine, folder: str, *, say: _Say, may_build: bool = True, may_pull: bool = False, rebuild: bool = False
+) -> str:
+    """The name of the image of the Dockerfile in `folder`, after it has been built, unless the engine has it.
+
+    The name is a hash of the folder (paths, permissions, contents, without what `.dockerignore` leaves out) and of
+    the ids of the images that the Dockerfile begins with; so a change of either is another image. Of several calls
+    at once, by tasks or processes of one user, one builds.
+
+    Args:
+        engine: gets the image.
+        folder: holds the Dockerfile.
+        say: takes news for people.
+        may_build: whether it is built where it is missing.
+        may_pull: whether the images that the Dockerfile names are pulled where they are missing.
+        rebuild: builds it also when it is there, every step anew.
+
+    Raises:
+        ConfigError: see `prepare_image`; or the engine cannot read the Dockerfile.
+        SandboxError: a step failed (the message has the step and the last lines of its output), or the engine.
+    """
+    context = await asyncio.to_thread(read_context, folder)
+    for image in context.named_images:
+        try:
+            await _prepare_named(engine, image, say=say, may_build=may_build, may_pull=may_pull)
+        except ConfigError as error:
+            raise ConfigError(f"{context.folder}: its Dockerfile begins with what is not there: {error}") from None
+    image_ids = [f"{image}={await _image_id(engine, image)}" for image in context.named_images]
+    name = _built_name(await asyncio.to_thread(context.digest), image_ids)
+    if not rebuild and await engine.has_image(name):
+        return name
+    if not may_build:
+        raise ConfigError(f"the image of {context.folder} is not built: `driftgym sandbox build {context.folder}`")
+    async with only_one(name, timeout_s=BUILD_TIMEOUT_S, say=say):
+        if not rebuild and await engine.has_image(name):
+            return name
+        say(f"building {context.folder} as {name}")
+        replaced = await engine.image(name)
+        name = await build_image(
+            engine, context, name_of=lambda digest: _built_name(digest, image_ids), say=say, use_cache=not rebuild
         )
-    with tempfile.TemporaryDirectory(prefix="driftgym-image-") as folder:
-        archive = Path(folder) / "root.tar"
-        say(f"unpacking Debian {DEBIAN_SUITE}")
-        await _unpack_debian(archive, mirror=mirror)
-        say(f"importing {archive.stat().st_size // 2**20} MiB as {tag}")
-        await _import_archive(engine, archive, tag=tag)
-    say(f"{tag} is ready")
+        await drop_unnamed(engine, replaced)
+    say(f"{name} is ready")
+    return name
 
 
-async def _unpack_debian(archive: Path, *, mirror: str | None) -> None:
-    options = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
-    process = await asyncio.create_subprocess_exec(
-        _BUILDER,
-        "--quiet",
-        "--variant=essential",
-        f"--include={_PACKAGES}",
-        '--aptopt=Apt::Install-Recommends "false"',
-        *options,
-        DEBIAN_SUITE,
-        str(archive),
-        *([mirror] if mirror is not None else []),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(_BUILD_TIMEOUT_S):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        raise SandboxError(f"{_BUILDER} did not end within {_BUILD_TIMEOUT_S:.0f} s") from None
-    finally:
-        if process.returncode is None:
-            await _end(process)
-    if process.returncode != 0:
-        words = output.decode("utf-8", "replace").strip()[-1000:]
-        raise SandboxError(f"{_BUILDER} failed with exit code {process.returncode}: {words}")
+def _built_name(digest: str, image_ids: Iterable[str]) -> str:
+    whole = "\n".join([digest, *image_ids])
+    return f"{BUILT_REPOSITORY}:{hashlib.sha256(whole.encode()).hexdigest()[:_NUM_TAG_CHARACTERS]}"
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Asks the builder to end, since it removes its own temporary folder then; kills it when it does not."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+async def _prepare_named(engine: Engine, name: str, *, say: _Say, may_build: bool, may_pull: bool) -> None:
+    if await engine.has_image(name):
+        return
+    if name == BASE_IMAGE:
+        if not may_build:
+            raise ConfigError(f"image {name} is missing: build it with `driftgym sandbox build`, or name another image")
+        await build_base_image(engine, tag=name, say=say)
+        return
+    if not may_pull:
+        raise ConfigError(
+            f"image {name} is missing and may not be pulled: set sandbox.spec.may_pull, load it into the engine, "
+            "or leave image out for the base image that `driftgym sandbox build` makes"
+        )
+    async with only_one(name, timeout_s=BUILD_TIMEOUT_S, say=say):
+        if not await engine.has_image(name):
+            await pull_image(engine, name, say=say)
 
 
-async def _import_archive(engine: Engine, archive: Path, *, tag: str) -> None:
-    repository, _, version = tag.rpartition(":")
-    try:
-        answer = await engine.call(engine.api.import_image_from_file, str(archive), repository=repository, tag=version)
-    except docker.errors.APIError as error:
-        raise SandboxError(f"{tag} cannot be imported: {error}") from None
-    if not await engine.has_image(tag):
-        raise SandboxError(f"{tag} cannot be imported: {str(answer)[-500:]}")
+async def _image_id(engine: Engine, name: str) -> str:
+    info = await engine.image(name)
+    if info is None:
+        raise SandboxError(f"image {name} was removed meanwhile")
+    return info.image_id
+
+
+def _say_nothing(text: str) -> None:
+    """News of what builds and pulls nothing."""

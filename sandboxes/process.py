@@ -16,7 +16,7 @@ from driftgym.sandboxes.base import SandboxSpec
 from driftgym.sandboxes.toolbox_client import ToolboxClient
 from driftgym.sandboxes.toolbox_program import local_command
 from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
-from driftgym.sandboxes.toolbox_system import kill_all, processes_below
+from driftgym.sandboxes.toolbox_system import kill_all, process_table, processes_below, tag_in_environment
 
 _END_TIMEOUT_S = 10.0
 
@@ -48,7 +48,8 @@ class ProcessSandbox(ToolboxSandbox):
     `/work` where this class takes a path, and is HOME. What holds: a deadline that kills the whole process tree,
     bounded output, no inherited environment (no tokens of the owner's), limits on memory (private writable memory,
     per process), open files and file size. What does not: `max_pids`, `num_cpus`, `network`, `read_only_root`.
-    `kill -9` of the owner ends the toolbox, which kills what it has started and removes its folders.
+    `kill -9` of the owner ends the toolbox, which kills what it has started and removes its folders. `kill -9` of the
+    toolbox ends the commands that it has started, and `close` what came from them, unless it hides its environment.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class ProcessSandbox(ToolboxSandbox):
         transport: asyncio.BaseTransport,
         child: "subprocess.Popen[bytes]",
         folders: tuple[str, str],
+        max_output_bytes: int,
     ) -> None:
-        super().__init__(client=client, sandbox_id=f"process-{child.pid}")
+        super().__init__(client=client, sandbox_id=f"process-{child.pid}", max_output_bytes=max_output_bytes)
         self._transport = transport
         self._child = child
         self._folders = folders
@@ -96,8 +98,16 @@ class ProcessSandbox(ToolboxSandbox):
         stream = _Stream(log)
         # Nothing arrives before the next pass of the loop, so that the client is in its place by then.
         transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
-        stream.client = ToolboxClient(name=f"box process-{child.pid}", write=transport.write)
-        return cls(client=stream.client, transport=transport, child=child, folders=folders)
+        stream.client = ToolboxClient(
+            name=f"box process-{child.pid}", write=transport.write, dead_man_s=spec.dead_man_s
+        )
+        return cls(
+            client=stream.client,
+            transport=transport,
+            child=child,
+            folders=folders,
+            max_output_bytes=spec.max_output_bytes,
+        )
 
     @property
     def pid(self) -> int:
@@ -114,6 +124,8 @@ class ProcessSandbox(ToolboxSandbox):
             # What it has started, while it is still there to be found by.
             kill_all(lambda: {pid, *processes_below(pid)})
             await _wait_exit(self._child)
+        if self._child.returncode != 0:  # it was killed, and has killed nothing itself
+            await asyncio.to_thread(kill_all, lambda: _tagged(_box_tag(self._folders)))
         for folder in self._folders:  # the toolbox has removed them, unless it was killed
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,6 +142,16 @@ def _make_folder(name: str, undo: contextlib.ExitStack) -> str:
     return folder
 
 
+def _box_tag(folders: tuple[str, str]) -> str:
+    """What the processes of a box are known by."""
+    return Path(folders[0]).name + "-"
+
+
+def _tagged(box_tag: str) -> set[int]:
+    """The processes of a box, wherever they are."""
+    return {pid for pid in process_table() if tag_in_environment(pid, box_tag) is not None}
+
+
 def _start_toolbox(
     spec: SandboxSpec, *, folders: tuple[str, str], end: socket.socket, log: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
@@ -139,6 +161,8 @@ def _start_toolbox(
         "tmp_dir": folders[1],
         "limits": {"nofile": spec.max_open_files, "fsize": spec.work_dir_bytes, "data": spec.memory_bytes},
         "is_local": True,
+        "box_tag": _box_tag(folders),
+        "dead_man_s": spec.dead_man_s,
     }
     own_programs = str(Path(sys.executable).parent)  # so that python3 means this interpreter
     path = os.pathsep.join([own_programs, os.environ.get("PATH", os.defpath)])

@@ -7,40 +7,48 @@ from collections.abc import Callable, Sequence
 
 from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes.base import SandboxConfig, SandboxInfo, SandboxProvider, SandboxSpec
+from driftgym.sandboxes.pool import SandboxPool, check_pool
 from driftgym.sandboxes.process import ProcessSandbox
 
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_CONCURRENT_STARTS = 4
 
 
-async def open_provider(config: SandboxConfig, *, say: Callable[[str], None], run_id: str = "") -> SandboxProvider:
-    """The provider that `config.kind` asks for.
+async def open_provider(config: SandboxConfig, *, say: Callable[[str], None], run_id: str = "") -> SandboxPool:
+    """The pool of boxes that `config` asks for; it is a provider itself.
 
-    `auto` takes Docker when an engine answers within two seconds and has the image, and otherwise processes of this
-    machine. Where Docker is taken, boxes of dead owners are removed first.
+    `auto` takes Docker when an engine answers within two seconds and has the image of `config.spec`, and otherwise
+    processes of this machine. `docker` builds the image when it is missing, or pulls it where the spec allows that.
+    Where Docker is taken, boxes of dead owners are removed first.
 
     Raises:
-        ConfigError: `docker` is asked for and there is no engine, or not the image.
+        ConfigError: `docker` is asked for and there is no engine, or not the image; or boxes of `config.spec` are to
+            be reset, and cannot be, or never fit into the pool's memory.
     """
+    check_pool(config.spec, config.pool)
+    return SandboxPool(await _open_boxes(config, say=say, run_id=run_id), config.pool)
+
+
+async def _open_boxes(config: SandboxConfig, *, say: Callable[[str], None], run_id: str) -> SandboxProvider:
     if config.kind == "process":
         say("boxes: processes of this machine (trusted code only)")
         return ProcessProvider()
     try:
-        provider = await _open_docker(config.spec, say=say, run_id=run_id)
+        return await _open_docker(config.spec, say=say, run_id=run_id, may_build=config.kind == "docker")
     except ConfigError as error:
         if config.kind == "docker":
             raise
         say(f"boxes: processes of this machine (trusted code only), since {error}")
         return ProcessProvider()
-    say(f"boxes: Docker, image {config.spec.image}")
-    return provider
 
 
-async def _open_docker(spec: SandboxSpec, *, say: Callable[[str], None], run_id: str) -> SandboxProvider:
+async def _open_docker(
+    spec: SandboxSpec, *, say: Callable[[str], None], run_id: str, may_build: bool
+) -> SandboxProvider:
     """Raises ConfigError with the one reason why there are no Docker boxes."""
     try:
         from driftgym.sandboxes.docker_provider import DockerProvider
-        from driftgym.sandboxes.images import ensure_image
+        from driftgym.sandboxes.images import prepare_image
     except ImportError:
         raise ConfigError("sandbox.kind: the Docker SDK is missing: `pip install 'driftgym[docker]'`") from None
     try:
@@ -48,7 +56,9 @@ async def _open_docker(spec: SandboxSpec, *, say: Callable[[str], None], run_id:
     except SandboxError as error:
         raise ConfigError(f"sandbox.kind: {error}") from None
     try:
-        await ensure_image(provider.engine, spec.image)
+        image = await prepare_image(
+            provider.engine, spec, say=say, may_build=may_build, may_pull=spec.may_pull and may_build
+        )
         num_removed = await provider.sweep()
     except SandboxError as error:
         await provider.close()
@@ -58,6 +68,7 @@ async def _open_docker(spec: SandboxSpec, *, say: Callable[[str], None], run_id:
         raise
     if num_removed:
         say(f"boxes: removed {num_removed} of owners that are dead")
+    say(f"boxes: Docker, image {image}")
     return provider
 
 

@@ -1,5 +1,15 @@
-"""Whose box is it, and is its owner still alive? Removes the boxes of dead owners, and never another's."""
+"""Whose box is it, and is its owner still alive? Removes the boxes of dead owners, and never another's.
 
+A box ends with its owner in three ways, none of which needs the others:
+
+- in the box: the toolbox ends, and the container with it, when its connection to the owner does (the kernel closes
+  that of a process that is killed), and when nothing has come over it for the spec's `dead_man_s`;
+- at the next start: whoever opens boxes with `open_provider` sweeps first;
+- by hand: `driftgym sandbox reap` sweeps.
+"""
+
+import asyncio
+import json
 import logging
 import os
 import socket
@@ -8,18 +18,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import docker.errors
-
 from driftgym.errors import SandboxError
-from driftgym.sandboxes.base import SandboxInfo
-from driftgym.sandboxes.docker import Engine
+from driftgym.sandboxes.base import SandboxInfo, SandboxSpec
+from driftgym.sandboxes.docker_engine import Engine
+from driftgym.sandboxes.docker_request import RefusedError
 
 _logger = logging.getLogger(__name__)
 
 OWNER_LABEL = "driftgym.owner"
 RUN_LABEL = "driftgym.run"
+LEASE_LABEL = "driftgym.lease"
+"""Seconds of its owner's silence after which a box ends itself."""
+GONE_WITHIN_S = 10.0
+"""A box whose owner was killed is gone so soon by its own doing, on an engine that answers.
+
+What was created and not yet started has nobody in it who could end it: the next sweep removes that.
+"""
+ABANDONED_AFTER_S = 3600.0
+"""What does not run, so long after it was created, has no owner who waits for it, wherever that one lived."""
+_NOT_RUNNING = ("created", "exited", "dead")
+_MAX_CONCURRENT_REMOVALS = 8
 _START_TIME_FIELD = 19
 """Field 22 of /proc/PID/stat, counted from the state, which is field 3."""
+
+
+def labels_of(spec: SandboxSpec, *, run_id: str) -> dict[str, str]:
+    """What a box of this process is labelled with."""
+    return {OWNER_LABEL: own_label(), RUN_LABEL: run_id, LEASE_LABEL: f"{spec.dead_man_s:g}"}
 
 
 def process_start_time(pid: int) -> int | None:
@@ -33,8 +58,12 @@ def process_start_time(pid: int) -> int | None:
 
 
 def own_host() -> str:
-    """Where this process's id means something: containers of one host may share its name, and number apart."""
-    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    """Where this process's id means something: this boot of this machine, and this namespace of process ids.
+
+    Machines may share a name, and containers of one machine number their processes apart.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def own_label() -> str:
@@ -46,42 +75,77 @@ def is_owner_alive(owner: str) -> bool:
     """False only when it is certain that the owner is gone: it was on this host, and is not there any more."""
     rest, _, started = owner.rpartition(":")
     host, _, pid = rest.rpartition(":")
-    if host != own_host() or not pid.isdecimal() or not started.isdecimal():
+    if host != own_host() or not _is_number(pid) or not _is_number(started):
         return True
-    return process_start_time(int(pid)) == int(started)
+    found = process_start_time(int(pid))
+    if found is None:
+        return _is_hidden(int(pid))
+    return found == int(started)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _is_hidden(pid: int) -> bool:
+    """True when a process exists and is not shown: /proc may be mounted so that others' processes are not."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return process_start_time(pid) is not None  # a zombie can be sent a signal
 
 
 async def list_boxes(engine: Engine) -> list[SandboxInfo]:
     """Every box of driftgym's that the engine knows, in any state. Raises SandboxError when it does not answer."""
     try:
-        found = await engine.call(engine.api.containers, all=True, filters={"label": [OWNER_LABEL]})
-    except docker.errors.APIError as error:
+        filters = json.dumps({"label": [OWNER_LABEL]})
+        found = (await engine.request("GET", "/containers/json", all="true", filters=filters)).value
+    except RefusedError as error:
         raise SandboxError(f"boxes cannot be listed: {error}") from None
     return [_info(container) for container in found]
 
 
 def _info(container: Mapping[str, Any]) -> SandboxInfo:
-    labels = container["Labels"]
-    owner = labels[OWNER_LABEL]
+    labels = container.get("Labels") or {}
+    owner = labels.get(OWNER_LABEL, "")
     return SandboxInfo(
         sandbox_id=container["Id"],
         owner=owner,
-        state=container["State"],
-        age_s=max(0.0, time.time() - container["Created"]),
+        state=container.get("State") or "unknown",
+        age_s=max(0.0, time.time() - container.get("Created", 0)),
         owner_is_alive=is_owner_alive(owner),
         labels=labels,
     )
 
 
+def is_left_over(box: SandboxInfo) -> bool:
+    """True when nobody can want the box any more: its owner is dead, or it does not run and has been so for long."""
+    if not box.owner_is_alive:
+        return True
+    is_elsewhere = not box.owner.startswith(f"{own_host()}:") and LEASE_LABEL in box.labels
+    return is_elsewhere and box.state in _NOT_RUNNING and box.age_s > ABANDONED_AFTER_S
+
+
 async def sweep(engine: Engine) -> int:
-    """Removes every box whose owner is dead; how many. Raises SandboxError when the engine does not answer."""
-    num_removed = 0
-    for box in await list_boxes(engine):
-        if box.owner_is_alive:
-            continue
-        try:
-            await engine.remove(box.sandbox_id)
-            num_removed += 1
-        except SandboxError as error:  # the others are removed all the same
-            _logger.warning("a box of a dead owner cannot be removed: %s", error)
-    return num_removed
+    """Removes every box that is left over; how many. Several may sweep at once.
+
+    Raises:
+        SandboxError: the engine does not answer when it is asked what there is. A box that cannot be removed is
+            logged, and the others are removed all the same.
+    """
+    left = [box.sandbox_id for box in await list_boxes(engine) if is_left_over(box)]
+    turns = asyncio.Semaphore(_MAX_CONCURRENT_REMOVALS)
+
+    async def remove(sandbox_id: str) -> bool:
+        async with turns:
+            try:
+                await engine.remove(sandbox_id)
+            except SandboxError as error:
+                _logger.warning("a box of a dead owner cannot be removed: %s", error)
+                return False
+            return True
+
+    return sum(await asyncio.gather(*(remove(sandbox_id) for sandbox_id in left)))

@@ -6,12 +6,14 @@ import posixpath
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, WORK_DIR, ExecResult, Reply, SandboxInfo, SandboxSpec
 from driftgym.sandboxes.toolbox_sandbox import decode_output
 
 _NOT_FOUND = 127
+_ROOTS = (WORK_DIR, "/tmp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,34 @@ def _absolute(path: str, cwd: str = WORK_DIR) -> str:
     return posixpath.normpath(posixpath.join(cwd, path))
 
 
+def _writable(path: str, *, is_folder: bool = False) -> str:
+    """Where a file, or what is in a folder, is written. Raises OSError where the box is read-only."""
+    where = _absolute(path)
+    if not (where + "/" * is_folder).startswith(tuple(root + "/" for root in _ROOTS)):
+        raise OSError(30, "Read-only file system", path)
+    return where
+
+
+def _read_folder(local: Path) -> dict[str, bytes | None]:
+    """What is below a folder: the content of each file, None for each folder."""
+    if not local.is_dir():
+        raise NotADirectoryError(20, "Not a directory", str(local))
+    found: dict[str, bytes | None] = {}
+    for path in sorted(local.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            continue
+        found[path.relative_to(local).as_posix()] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def _write_folder(local: Path, folders: Sequence[str], files: Mapping[str, bytes]) -> None:
+    for folder in ("", *folders):
+        (local / folder).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(content)
+
+
 def _cat(call: ScriptedCall) -> Outcome:
     if len(call.argv) == 1:
         return Outcome(stdout=call.stdin)
@@ -92,6 +122,7 @@ _COMMANDS: Mapping[str, CommandHandler] = {
     "echo": lambda call: Outcome(stdout=" ".join(call.argv[1:]).encode() + b"\n"),
     "pwd": lambda call: Outcome(stdout=call.cwd.encode() + b"\n"),
     "cat": _cat,
+    "env": lambda call: Outcome(stdout="".join(f"{name}={value}\n" for name, value in call.env.items()).encode()),
     "printenv": _printenv,
     "sleep": _sleep,
 }
@@ -137,7 +168,10 @@ class ScriptedProcess:
 
 
 class ScriptedSandbox:
-    """A box in memory; see `Sandbox`. `commands` are looked up by the shell line, or by the first word of an argv."""
+    """A box in memory; see `Sandbox`. `commands` are looked up by the shell line, or by the first word of an argv.
+
+    Of a folder that is copied, it takes files and folders: it knows no links and no permissions.
+    """
 
     def __init__(
         self,
@@ -145,9 +179,12 @@ class ScriptedSandbox:
         commands: Mapping[str, CommandHandler] | None = None,
         processes: Mapping[str, LineHandler] | None = None,
         sandbox_id: str = "scripted-0",
+        max_output_bytes: int = 1 * MIB,
     ) -> None:
         self.sandbox_id = sandbox_id
         self.files: dict[str, bytes] = {}
+        self._folders: set[str] = set()
+        self._max_output_bytes = max_output_bytes
         self._commands = {**_COMMANDS, **(commands or {})}
         self._handlers = {**_PROCESSES, **(processes or {})}
         self._running: list[ScriptedProcess] = []
@@ -162,6 +199,10 @@ class ScriptedSandbox:
         if self._is_closed:
             raise SandboxError(f"box {self.sandbox_id}: closed")
 
+    async def ping(self, *, timeout_s: float) -> None:
+        """Raises SandboxError when the box is closed."""
+        self._check_open()
+
     async def exec(
         self,
         command: str | Sequence[str],
@@ -170,10 +211,11 @@ class ScriptedSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout_s: float = 10.0,
-        max_output_bytes: int = 1 * MIB,
+        max_output_bytes: int | None = None,
     ) -> ExecResult:
         """Calls the handler of the command; 127 when it has none. Raises SandboxError when the box is closed."""
         self._check_open()
+        limit = self._max_output_bytes if max_output_bytes is None else max_output_bytes
         argv = (command,) if isinstance(command, str) else tuple(command)
         started = time.monotonic()
         call = ScriptedCall(argv=argv, stdin=stdin, cwd=_absolute(cwd), env=env or {}, files=self.files)
@@ -187,7 +229,7 @@ class ScriptedSandbox:
                     outcome = await result if inspect.isawaitable(result) else result
         except TimeoutError:
             timed_out, outcome = True, Outcome()
-        out, err = outcome.stdout[:max_output_bytes], outcome.stderr[:max_output_bytes]
+        out, err = outcome.stdout[:limit], outcome.stderr[:limit]
         num_dropped = len(outcome.stdout) - len(out) + len(outcome.stderr) - len(err)
         return ExecResult(
             exit_code=None if timed_out else outcome.exit_code,
@@ -224,15 +266,41 @@ class ScriptedSandbox:
     async def write_file(self, path: str, content: bytes) -> None:
         """Writes a file of the work folder or of /tmp. Raises OSError elsewhere, SandboxError when closed."""
         self._check_open()
-        where = _absolute(path)
-        if not where.startswith((WORK_DIR + "/", "/tmp/")):
-            raise OSError(30, "Read-only file system", path)
-        self.files[where] = content
+        self.files[_writable(path)] = content
 
-    async def reset(self) -> None:
+    async def upload(self, local: Path, path: str, *, timeout_s: float = 60.0) -> None:
+        """Copies a folder into the box. Raises NotADirectoryError, OSError, SandboxError (closed)."""
+        self._check_open()
+        where = _writable(path, is_folder=True)
+        found = await asyncio.to_thread(_read_folder, local)
+        for name, content in found.items():
+            if content is None:
+                self._folders.add(_absolute(name, where))
+            else:
+                self.files[_absolute(name, where)] = content
+        self._folders.add(where)
+
+    async def download(
+        self, path: str, local: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000, timeout_s: float = 60.0
+    ) -> None:
+        """Copies a folder of the box. Raises FileNotFoundError, ValueError (too much), OSError, SandboxError."""
+        self._check_open()
+        where = _absolute(path)
+        prefix = where.rstrip("/") + "/"
+        files = {name.removeprefix(prefix): data for name, data in self.files.items() if name.startswith(prefix)}
+        folders = [name.removeprefix(prefix) for name in self._folders if name.startswith(prefix)]
+        if not files and not folders and where not in (*_ROOTS, *self._folders):
+            raise FileNotFoundError(2, "No such folder", path)
+        if sum(map(len, files.values())) > max_bytes or len(files) + len(folders) > max_files:
+            raise ValueError(f"{path}: holds more than {max_bytes} bytes or {max_files} files")
+        await asyncio.to_thread(_write_folder, local, folders, files)
+
+    async def reset(self, *, keep_files: bool = False) -> None:
         """Ends every process and removes every file. Raises SandboxError when the box is closed."""
         self._check_open()
-        self.files.clear()
+        if not keep_files:
+            self.files.clear()
+            self._folders.clear()
         for process in self._running:
             await process.kill()
         self._running.clear()
@@ -270,7 +338,12 @@ class ScriptedProvider:
             raise SandboxError("the provider of boxes is closed")
         sandbox_id = f"scripted-{self._num_started}"
         self._num_started += 1
-        box = ScriptedSandbox(commands=self._commands, processes=self._processes, sandbox_id=sandbox_id)
+        box = ScriptedSandbox(
+            commands=self._commands,
+            processes=self._processes,
+            sandbox_id=sandbox_id,
+            max_output_bytes=spec.max_output_bytes,
+        )
         self._boxes[sandbox_id] = box
         return box
 

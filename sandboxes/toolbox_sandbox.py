@@ -5,10 +5,12 @@ import asyncio
 import codecs
 import errno
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, WORK_DIR, ExecResult, Reply
 from driftgym.sandboxes.toolbox_client import Answer, AskTimeoutError, ProcessGoneError, StartError, ToolboxClient
+from driftgym.sandboxes.toolbox_transfer import receive_folder, send_folder
 
 _FILE_TIMEOUT_S = 30.0
 _RESET_TIMEOUT_S = 30.0
@@ -99,15 +101,20 @@ class ToolboxProcess:
 class ToolboxSandbox(abc.ABC):
     """One box; see `Sandbox`. Its subclass owns what it runs in, and releases that once."""
 
-    def __init__(self, *, client: ToolboxClient, sandbox_id: str) -> None:
+    def __init__(self, *, client: ToolboxClient, sandbox_id: str, max_output_bytes: int = 1 * MIB) -> None:
         self.sandbox_id = sandbox_id
         self._client = client
+        self._max_output_bytes = max_output_bytes
         self._closing: asyncio.Task[None] | None = None
 
     @property
     def is_closed(self) -> bool:
         """True from the first call of `close` on."""
         return self._closing is not None
+
+    async def ping(self, *, timeout_s: float) -> None:
+        """Waits for a sign of life. Raises SandboxError when there is none within `timeout_s`; the box is then lost."""
+        await self._client.call("ping", timeout_s=timeout_s, grace_s=0.0)
 
     async def exec(
         self,
@@ -117,9 +124,10 @@ class ToolboxSandbox(abc.ABC):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout_s: float = 10.0,
-        max_output_bytes: int = 1 * MIB,
+        max_output_bytes: int | None = None,
     ) -> ExecResult:
         """Runs an argv, or a shell line when `command` is a string. Raises SandboxError when the box is gone."""
+        max_output_bytes = self._max_output_bytes if max_output_bytes is None else max_output_bytes
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         try:
             answer = await self._client.call(
@@ -162,9 +170,56 @@ class ToolboxSandbox(abc.ABC):
         if error is not None:
             raise error
 
-    async def reset(self) -> None:
-        """Kills every process and empties the folders. Raises SandboxError when the box does not come back clean."""
-        answer = await self._client.call("reset", timeout_s=_RESET_TIMEOUT_S, cwd="/")
+    async def upload(self, local: Path, path: str, *, timeout_s: float = 60.0) -> None:
+        """Copies a folder of this machine into the box; see `Sandbox`.
+
+        Raises:
+            NotADirectoryError: `local` is no folder.
+            OSError: it cannot be written there, or `local` cannot be read.
+            SandboxError: the box is gone, or the copy did not end within `timeout_s`.
+        """
+        answer = await send_folder(self._client, local, path, timeout_s=timeout_s)
+        error = _file_error(answer, path)
+        if error is not None:
+            raise error
+
+    async def download(
+        self, path: str, local: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000, timeout_s: float = 60.0
+    ) -> None:
+        """Copies a folder of the box to this machine; see `Sandbox`.
+
+        Files that the agent's user cannot read are left out.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or it cannot be read by the agent's user.
+            ValueError: it holds more than `max_bytes` or `max_files`.
+            OSError: `local` cannot be written.
+            SandboxError: the box is gone, or the copy did not end within `timeout_s`.
+        """
+
+        def check(answer: Answer) -> None:
+            error = _file_error(answer, path)
+            if error is not None and error.errno == errno.EFBIG:
+                raise ValueError(f"{path}: {error.strerror}")
+            if error is not None:
+                raise FileNotFoundError(errno.ENOENT, f"cannot be read ({error.strerror})", path)
+            if answer.fields["dropped"]:
+                raise ValueError(f"{path}: more than {max_bytes} bytes")
+
+        await receive_folder(
+            self._client, path, local, max_bytes=max_bytes, max_files=max_files, timeout_s=timeout_s, check=check
+        )
+
+    async def reset(self, *, keep_files: bool = False) -> None:
+        """Kills every process, empties the folders unless `keep_files`, and verifies that.
+
+        Verified from outside of the agent's reach: no process is left, the folders where files can be written are
+        empty and carry the mode, owner, times and attributes of a new box, and no System V object is there.
+
+        Raises:
+            SandboxError: the box is gone, or does not come back clean; it must then be closed.
+        """
+        answer = await self._client.call("reset", timeout_s=_RESET_TIMEOUT_S, cwd="/", keep_files=keep_files)
         if answer.fields["exit_code"] != 0:
             reason = decode_output(answer.payload, is_cut=False) or "the folders are not empty"
             raise SandboxError(f"{self._client.name}: not clean after a reset: {reason}")

@@ -1,36 +1,36 @@
-"""What the toolbox asks of the system: process trees, the step down to the agent's user, files, counters.
+"""What the toolbox asks of the system: process trees, killing them, counters.
 
 Runs inside the box, beside `toolbox`: standard library only, Python 3.8 and later.
 
 How a process tree is found: each command has a tag that its descendants inherit, also when they daemonise. In a
 container that is a supplementary group, which a process without capabilities can neither drop nor take; in a local
-box it is a variable of the environment.
+box it is a variable of the environment, whose value also names the box.
 """
 
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import stat
-import sys
 import time
 
 TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
 if TYPE_CHECKING:
+    import signal as signal
     from collections.abc import Callable
-    from typing import Any, NoReturn
+else:
+    try:
+        import _signal as signal  # what `signal` wraps into enumerations, which takes milliseconds too
+    except ImportError:
+        import signal
 
 READ_BYTES = 64 * 1024
 MAX_PIPE_BYTES = 1024 * 1024
 GROUP_BASE = 1 << 20
 TAG_NAME = "DRIFTGYM_CALL"
 OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-IPC_TABLES = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 KILL_WAIT_S = 5.0
+KILL_PAUSE_S = 0.0005
 ENDED = (b"Z", b"X")
 MAX_STOP_ROUNDS = 100
-LIMITS = {"nofile": resource.RLIMIT_NOFILE, "fsize": resource.RLIMIT_FSIZE, "data": resource.RLIMIT_DATA}
 
 
 def read_some(fd: int, num_bytes: int = READ_BYTES) -> bytes:
@@ -138,46 +138,59 @@ def kill_all(find: Callable[[], set[int]]) -> None:
         send_signal(pid, signal.SIGKILL)
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of every orphan below it, where the platform lets it."""
-    try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    except (ImportError, OSError, AttributeError):
-        pass
+def tag_in_environment(pid: int, box_tag: str) -> int | None:
+    """The command of the local box `box_tag` that a process came from; None when it cannot be told."""
+    start = f"{TAG_NAME}={box_tag}".encode()
+    for line in read_path(f"/proc/{pid}/environ").split(b"\0"):
+        if line.startswith(start) and line[len(start) :].isdigit():
+            return int(line[len(start) :])
+    return None
 
 
 class ProcessTrees:
     """Finds and kills what came from a command, or from all of them."""
 
-    def __init__(self, is_local: bool) -> None:
+    def __init__(self, is_local: bool, box_tag: str, spare_pid: Callable[[], int]) -> None:
         self.is_local = is_local
+        self.box_tag = box_tag
+        self.spare_pid = spare_pid
 
     def kill(self, key: int, root: int, all_roots: set[int]) -> None:
         """Kills the command `key`, whose first process is `root`, and everything that came from it."""
         kill_all(lambda: self.tree_of(key, root, all_roots - {root}))
 
-    def kill_everything(self, reap: Callable[[], None]) -> bool:
-        """Kills and collects every process of the box but the toolbox; false when some survive for seconds."""
+    def kill_everything(self, reap: Callable[[], None], on_kill: Callable[[], None]) -> bool:
+        """Kills and collects every process of the box but the toolbox; false when some survive for seconds.
+
+        In a container the toolbox's spare goes with them, which `on_kill` tells. Where there is nothing, it stays.
+        """
         deadline = time.monotonic() + KILL_WAIT_S
-        while time.monotonic() < deadline:
+        while self.all_processes() or self.all_processes():  # one look can miss what is born meanwhile
+            if time.monotonic() > deadline:
+                return False
             if self.is_local:
                 kill_all(lambda: set(self.all_processes()))
             else:
-                send_signal(-1, signal.SIGKILL)  # within the container: all but process 1 and the toolbox
+                send_signal(-1, signal.SIGKILL)  # all at once: nothing can be born between
+                on_kill()
             reap()
-            if not self.all_processes():
+            time.sleep(KILL_PAUSE_S)
+            reap()
+        return True
+
+    def is_alone(self) -> bool:
+        """True when there is no other process in the box; no look into /proc, which can miss one, is so sure."""
+        if not self.is_local and not self.spare_pid():
+            try:
+                os.kill(-1, 0)
+            except ProcessLookupError:
                 return True
-            time.sleep(0.001)
-        return False
+        return not self.all_processes()
 
     def all_processes(self) -> dict[int, int]:
-        """The parent of every process of the box but the toolbox (and a container's process 1)."""
-        if self.is_local:
-            return processes_below(os.getpid())
-        table = process_table()
-        for pid in (1, os.getpid()):
+        """The parent of every process of the box but the toolbox, its spare and a container's process 1."""
+        table = processes_below(os.getpid()) if self.is_local else process_table()
+        for pid in (os.getpid(), self.spare_pid(), *(() if self.is_local else (1,))):
             table.pop(pid, None)
         return table
 
@@ -194,10 +207,7 @@ class ProcessTrees:
     def tag_of(self, pid: int) -> int | None:
         """The command that a process came from; None when it cannot be told."""
         if self.is_local:
-            for line in read_path(f"/proc/{pid}/environ").split(b"\0"):
-                if line.startswith(TAG_NAME.encode() + b"="):
-                    return int(line.split(b"=")[1])
-            return None
+            return tag_in_environment(pid, self.box_tag)
         for line in read_path(f"/proc/{pid}/status").split(b"\n"):
             if line.startswith(b"Groups:") and line.split()[1:]:
                 return int(line.split()[-1]) - GROUP_BASE
@@ -212,184 +222,16 @@ class OomCounter:
         for path in () if is_local else OOM_COUNTERS:
             if self.fd < 0 and os.path.exists(path):
                 self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.seen = 0
+        self.num_new()
 
-    def read(self) -> int:
-        """The counter of the container's own control group."""
-        if self.fd >= 0:
-            for line in os.pread(self.fd, 4096, 0).split(b"\n"):
-                if line.startswith(b"oom_kill "):
-                    return int(line.split()[1])
-        return 0
-
-
-# -- in the forked child
-
-
-def run_as_agent(
-    settings: dict[str, Any],
-    request: dict[str, Any],
-    ends: list[int],
-    body: Callable[[dict[str, str]], int],
-    is_line: bool,
-) -> NoReturn:
-    """Takes `ends` (three pipes) as its own, gives up every right, runs `body` with its environment, and exits.
-
-    The third pipe is standard error, or, for a line process, tells why the program could not be started.
-    """
-    report = ends[5]
-    code = 127
-    try:
-        signal.set_wakeup_fd(-1)  # it is the toolbox's: a signal to this process must not look like one to that
-        os.setsid()
-        # While still root: of this box, the kernel shall kill the agent's processes for memory, not the toolbox.
-        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
-        os.dup2(ends[0], 0)
-        os.dup2(ends[3], 1)
-        if is_line:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        else:
-            report = os.dup2(ends[5], 2)
-            # A body that starts no program would keep the pipes of other commands open.
-            os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        limit_resources(settings["limits"])
-        if settings["uid"] is not None:
-            os.setgroups([GROUP_BASE + request["id"]])
-            os.setgid(settings["gid"])
-            os.setuid(settings["uid"])
-        os.chdir(resolve_path(settings["work_dir"], request.get("cwd", "")))
-        code = body(
-            {
-                "LANG": "C.UTF-8",
-                **os.environ,
-                "HOME": settings["work_dir"],
-                "TMPDIR": settings["tmp_dir"],
-                **request.get("env", {}),
-                TAG_NAME: str(request["id"]),
-            }
-        )
-    except OSError as error:
-        os.write(report, f"{error.filename or 'cannot start'}: {error.strerror}".encode())
-    except Exception as error:
-        os.write(report, repr(error).encode())
-    finally:
-        os._exit(code)
-
-
-def limit_resources(limits: dict[str, int]) -> None:
-    """Sets hard limits, never above those that hold already."""
-    for name, limit in limits.items():
-        hard = resource.getrlimit(LIMITS[name])[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(LIMITS[name], (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def replace_process(argv: list[str], env: dict[str, str]) -> int:
-    """Becomes the program. Raises OSError, with the program as file name, when it cannot be started."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and programs would inherit that
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        os.execvpe(argv[0], argv, env)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, argv[0]) from None
-
-
-def read_file(path: str, max_bytes: int) -> int:
-    """Writes a regular file to standard output, at most one byte more than `max_bytes`."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        check_regular(fd)
-        num_left = max_bytes + 1
-        while num_left:
-            data = os.read(fd, min(num_left, READ_BYTES))
-            if not data:
-                break
-            write_whole(1, data)
-            num_left -= len(data)
-    except (OSError, ValueError, RecursionError) as error:
-        return report_error(error)
-    return 0
-
-
-def write_file(path: str) -> int:
-    """Writes standard input to a file, and makes the folders above it."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
-        check_regular(fd)
-        os.ftruncate(fd, 0)
-        while True:
-            data = os.read(0, READ_BYTES)
-            if not data:
-                return 0
-            write_whole(fd, data)
-    except (OSError, ValueError, RecursionError) as error:
-        return report_error(error)
-
-
-def clean_up(folders: list[str], is_local: bool) -> int:
-    """Empties folders of the agent's; System V objects outlive processes: a container that holds some is not clean."""
-    try:
-        for folder in folders:
-            empty_folder(folder)
-        for path in () if is_local else IPC_TABLES:
-            if read_path(path).count(b"\n") > 1:  # below the heading
-                raise OSError(16, "objects are left in " + path)
-    except OSError as error:
-        return report_error(error)
-    return 0
-
-
-def empty_folder(folder: str) -> None:
-    """Removes what is in a folder, however deep and whatever its permissions. Nothing else may be at work in it."""
-    os.makedirs(folder, exist_ok=True)
-    if os.stat(folder).st_uid == os.geteuid():
-        os.chmod(folder, 0o755)  # whoever owns it may have locked it
-    os.chdir(folder)
-    pending = [unlink_files()]
-    names: list[str] = []
-    while pending:
-        if pending[-1]:
-            name = pending[-1].pop()
-            os.chmod(name, 0o700)
-            os.chdir(name)  # step by step, since a whole path may be too long for the kernel
-            names.append(name)
-            pending.append(unlink_files())
-        else:
-            pending.pop()
-            if names:
-                os.chdir("..")
-                os.rmdir(names.pop())
-
-
-def unlink_files() -> list[str]:
-    """Removes all but the folders from the current folder; returns the folders' names."""
-    folders = []
-    for entry in list(os.scandir(".")):
-        if entry.is_dir(follow_symlinks=False):
-            folders.append(entry.name)
-        else:
-            os.unlink(entry.name)
-    return folders
-
-
-def check_regular(fd: int) -> None:
-    """Raises OSError for devices, pipes and folders."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise OSError(22, "Not a regular file")
-
-
-def write_whole(fd: int, data: bytes) -> None:
-    """Writes all of `data`."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def report_error(error: Exception) -> int:
-    """Tells the client the error's number and words; the exit code is that of a failed body. What Python raises for a
-    path that cannot be (a null byte, half a character, thousands of folders) is EINVAL to the client."""
-    number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (22, "Invalid path")
-    sys.stderr.write(f"{number or 0} {words}")
-    sys.stderr.flush()
-    return 1
+    def num_new(self) -> int:
+        """How many since this was asked last."""
+        if self.fd < 0:
+            return 0
+        count = self.seen
+        for line in os.pread(self.fd, 4096, 0).split(b"\n"):
+            if line.startswith(b"oom_kill "):
+                count = int(line.split()[1])
+        num_new, self.seen = count - self.seen, count
+        return num_new

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pydantic
 
-from driftgym.agents.generators.base import GeneratorHealth
+from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode
 from driftgym.config import Config, Limits
 from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
@@ -57,8 +57,9 @@ class TrainerConfig(Config):
     publish_every_steps: int = pydantic.Field(
         4, gt=0, description="Steps between two publications; each makes generators compute their KV cache anew."
     )
-    weight_update: Literal["in_flight", "drain"] = pydantic.Field(
-        "in_flight", description="`drain` lets running requests end with the old weights first."
+    weight_update: WeightUpdateMode = pydantic.Field(
+        "in_flight",
+        description="`drain` lets running requests end with the old weights first, `abort_resume` cuts and goes on.",
     )
     checkpoint_every_steps: int = pydantic.Field(50, gt=0)
     advantage: AdvantageMethod = "group_mean"
@@ -111,7 +112,9 @@ class Engines(Protocol):
         """The lowest policy version that a request made now may be answered with."""
         ...
 
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
         """Brings every generator to `update`. Raises GeneratorError when none is left."""
         ...
 
@@ -311,9 +314,10 @@ class Trainer:
             await self._stop.or_stop(self._update_taken())
 
     async def _take(self, update: WeightUpdate) -> None:
-        drain = self._config.weight_update == "drain"
         try:
-            await self._parts.engines.update_weights(update, drain=drain, timeout_s=self._limits.weight_update_s)
+            await self._parts.engines.update_weights(
+                update, mode=self._config.weight_update, timeout_s=self._limits.weight_update_s
+            )
         except Exception as error:  # whatever it is: without new weights, groups may be waited for without end
             self._buffer.abort(error)
             raise

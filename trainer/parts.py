@@ -187,8 +187,7 @@ def _open_slots(config: RunConfig, provider: SandboxProvider) -> EnvSlots:
             kwargs=config.env.kwargs,
         )
 
-    num_slots = config.trainer.max_in_flight_groups * config.trainer.group_size
-    return EnvSlots(make, num_slots=num_slots, close_s=config.limits.close_s)
+    return EnvSlots(make, num_slots=config.num_slots, close_s=config.limits.close_s)
 
 
 async def _start_learner(prepared: Prepared, request: StartRequest, closer: Closer) -> ProcessTrainingClient:
@@ -262,7 +261,7 @@ async def _start_engines(
         ]
         pool = GeneratorPool(servers, policy_version=update.policy_version, on_event=tell)
         closer.add("the generators", pool.close)
-        await pool.update_weights(update, drain=False, timeout_s=timeout_s)
+        await pool.update_weights(update, mode="in_flight", timeout_s=timeout_s)
         for server in servers:
             await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
         return pool

@@ -16,6 +16,7 @@ from driftgym.config import Config, Limits, dump_config, load_config
 from driftgym.errors import ConfigError
 from driftgym.metrics import MetricsConfig
 from driftgym.sandboxes.base import SandboxConfig
+from driftgym.sandboxes.pool import check_pool
 from driftgym.trainer.loop import TrainerConfig
 from driftgym.trainer.training_client import LearnerConfig, ModelConfig, WarmupConfig
 
@@ -69,7 +70,17 @@ class RunConfig(Config):
                 f"agent.max_context_tokens {self.agent.max_context_tokens} is above generator.max_context_tokens "
                 f"{self.generator.max_context_tokens}: no generator would take such a prompt"
             )
+        try:
+            check_pool(self.sandbox.spec, self.sandbox.pool, num_boxes=self.num_slots)
+        except ConfigError as error:
+            slots = f"trainer.max_in_flight_groups x group_size = {self.num_slots} episodes play at once"
+            raise ValueError(f"{error} ({slots})") from None
         return self
+
+    @property
+    def num_slots(self) -> int:
+        """How many episodes are played at once, each in an environment of its own."""
+        return self.trainer.max_in_flight_groups * self.trainer.group_size
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from driftgym.agents.generators.base import GeneratorHealth, WeightVersion
+from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode, WeightVersion
 from driftgym.errors import TrainingError
 from driftgym.trainer.checkpoint import check_sealed, sealed_folder
 from driftgym.trainer.training_client import StepReport
@@ -123,12 +123,14 @@ class ScriptedEngines:
         """See Engines."""
         return self.version.policy_version
 
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
         """See Engines."""
         async with asyncio.timeout(timeout_s):
             await asyncio.sleep(self._update_s)
         self.version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
-        self.updates.append((update.policy_version, drain))
+        self.updates.append((update.policy_version, mode == "drain"))
 
     async def health(self) -> GeneratorHealth:
         """See Engines."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from driftgym.agents.generators.base import WeightVersion
+from driftgym.agents.generators.base import Scores, WeightVersion
+from driftgym.agents.generators.traffic import older
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, FinishReason, Float32Array, Int32Array, float32_array, int32_array
 
@@ -20,6 +21,9 @@ def parse_answer(
     vocab_size: int | None,
     elapsed_s: float,
     had_update: bool,
+    halted_s: float = 0.0,
+    kept_version: int | None = None,
+    cached_version: int | None = None,
 ) -> Completion:
     """The completion in a reply of `/generate`.
 
@@ -30,6 +34,10 @@ def parse_answer(
         vocab_size: ids from there on are nonsense; None does not check.
         elapsed_s: from sending the request to the reply.
         had_update: the weights changed meanwhile, so that one version for all tokens says nothing.
+        halted_s: how long of that the engine stood still; taken when the engine reports no `queue_time`.
+        kept_version: the oldest version whose KV it went on with over an update; None when there was none.
+        cached_version: the oldest version whose KV was in the engine's cache when the request was sent; None when
+            that was of the engine's own version. Both are taken when the engine reports no `kv_min_version`.
 
     Raises:
         GeneratorError: it is not what an engine answers, or its tokens are of unknown or foreign weights.
@@ -37,15 +45,16 @@ def parse_answer(
     try:
         meta = reply["meta_info"]
         token_ids, logprobs = _tokens(reply["output_ids"], meta["output_token_logprobs"], vocab_size)
-        kv_min = meta.get("kv_min_version")
+        versions = _versions(meta, len(token_ids), incarnation, had_update)
+        queued_s = meta.get("queue_time")
         return Completion(
             request_id=request_id,
             token_ids=token_ids,
             logprobs=logprobs,
-            policy_versions=_versions(meta, len(token_ids), incarnation, had_update),
-            kv_min_policy_version=None if kv_min is None else _policy_version(kv_min, incarnation),
+            policy_versions=versions,
+            kv_min_policy_version=_kv_min(meta, versions, incarnation, kept_version, cached_version),
             finish_reason=_finish_reason(meta["finish_reason"], num_tokens=len(token_ids)),
-            latency_s=max(0.0, elapsed_s - float(meta.get("queue_time") or 0.0)),
+            latency_s=max(0.0, elapsed_s - (halted_s if queued_s is None else float(queued_s))),
             extras={key: meta[key] for key in _EXTRAS if key in meta},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -97,6 +106,58 @@ def _versions(meta: Mapping[str, Any], length: int, incarnation: int, had_update
     if filled != length:
         raise ValueError(f"weight_versions {spans} do not cover {length} tokens")
     return int32_array(versions)
+
+
+def _kv_min(
+    meta: Mapping[str, Any],
+    versions: Int32Array,
+    incarnation: int,
+    kept_version: int | None,
+    cached_version: int | None,
+) -> int | None:
+    """The engine's own report where it makes one; else the oldest version that a token can rest on."""
+    if "kv_min_version" in meta:
+        name = meta["kv_min_version"]
+        return None if name is None else _policy_version(name, incarnation)
+    # A request that was retracted reads its prompt again, which the engine may not count as found in the cache.
+    is_cache_used = meta.get("cached_tokens") != 0 or bool(meta.get("num_retractions"))
+    oldest = older(kept_version, cached_version if is_cache_used else None)
+    if oldest is None or not len(versions) or oldest >= int(versions.max()):
+        return None
+    return oldest
+
+
+def empty_completion(request_id: str) -> Completion:
+    """Of a request that was aborted before an engine had it."""
+    return Completion(
+        request_id=request_id,
+        token_ids=int32_array([]),
+        logprobs=float32_array([]),
+        policy_versions=int32_array([]),
+        finish_reason="abort",
+    )
+
+
+def parse_scores(reply: Mapping[str, Any], *, token_ids: Sequence[int], num_given: int, incarnation: int) -> Scores:
+    """The log-probs in a reply of `/generate` that samples nothing.
+
+    Args:
+        reply: the JSON object; it may report on tokens before the scored ones too.
+        token_ids: [L] what was asked about.
+        num_given: tokens at its start that are not scored.
+        incarnation: the life whose weights are taken.
+
+    Raises:
+        GeneratorError: it is not what an engine answers, or of unknown or foreign weights.
+    """
+    try:
+        meta = reply["meta_info"]
+        scored = list(token_ids[num_given:])
+        _, logprobs = _tokens(scored, meta["input_token_logprobs"][-len(scored) :], None)
+        version = _policy_version(meta["weight_version"], incarnation)
+        return Scores(logprobs=logprobs, version=WeightVersion(incarnation=incarnation, policy_version=version))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise GeneratorError(f"the scores make no sense: {type(error).__name__}: {error}") from error
 
 
 def _policy_version(name: Any, incarnation: int) -> int:

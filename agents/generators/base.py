@@ -3,11 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from driftgym.types import Completion, SamplingParams, WeightUpdate
+from driftgym.types import Completion, Float32Array, SamplingParams, WeightUpdate
 
 _VERSION = re.compile(r"([0-9]+):([0-9]+)")
+
+WeightUpdateMode = Literal["drain", "abort_resume", "in_flight"]
+"""What becomes of running requests when new weights come: see `Generator.update_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -66,6 +69,20 @@ class Generator(Protocol):
         """
         ...
 
+    async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> "Scores":
+        """The model's log-probs of `token_ids` from position `num_given` on, at temperature 1. Samples nothing.
+
+        Args:
+            token_ids: [L] a whole sequence.
+            num_given: at least 1; so many tokens at its start are not scored.
+            deadline_s: on `time.monotonic()`.
+
+        Raises:
+            GeneratorError: the engine is gone, refused, or the deadline passed.
+            ValueError: an id that the model does not know, or nothing to score.
+        """
+        ...
+
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all: they return what they have, with finish_reason `abort`."""
         ...
@@ -78,11 +95,19 @@ class Generator(Protocol):
         """Goes on decoding."""
         ...
 
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
-        """Takes new weights.
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
+        """Takes new weights; every token carries the version that wrote it.
 
-        With `drain`, running requests end first and new ones wait; without, running requests go on with the new
-        weights, their KV cache recomputed, and their tokens carry the version that wrote each.
+        Args:
+            update: where they are.
+            mode: `drain`: running requests end with the old weights first, new ones wait. `abort_resume`: running
+                requests end at once with what they have, finish_reason `abort`; whoever asked goes on with it.
+                `in_flight`: running requests go on with the new weights between two tokens.
+            keep_kv: with `in_flight` alone: the KV cache is kept instead of recomputed; completions that rest on it
+                name its version in `kv_min_policy_version`.
+            timeout_s: bounds it all.
 
         Raises:
             GeneratorError: not done within `timeout_s`, or refused; the generator is then of unknown version.
@@ -91,6 +116,10 @@ class Generator(Protocol):
 
     async def health(self) -> "GeneratorHealth":
         """How the engine stands. Raises GeneratorError when it does not answer."""
+        ...
+
+    async def load(self) -> "GeneratorLoad":
+        """How much the engine has to do. Raises GeneratorError when it does not answer."""
         ...
 
     async def close(self) -> None:
@@ -115,3 +144,32 @@ class GeneratorHealth:
     """Requests that wait for a place."""
     busy_s: float
     """Seconds since its start in which at least one request was being decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorLoad:
+    """How much an engine has to do.
+
+    >>> GeneratorLoad(num_running=3, num_queued=0).num_running
+    3
+    """
+
+    num_running: int
+    """Requests that are being decoded."""
+    num_queued: int
+    """Requests that wait for a place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Log-probs of given tokens.
+
+    >>> import numpy as np
+    >>> Scores(logprobs=np.array([-0.5], np.float32), version=WeightVersion(incarnation=1, policy_version=4)).version
+    WeightVersion(incarnation=1, policy_version=4)
+    """
+
+    logprobs: Float32Array
+    """[L - num_given] of each scored token, given all before it, at temperature 1."""
+    version: WeightVersion
+    """The weights that scored them."""

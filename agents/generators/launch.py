@@ -25,21 +25,33 @@ _START_CLOSE_S = 5.0
 class GeneratorConfig(Config):
     """Which engines write the tokens."""
 
-    kind: Literal["embedded", "sglang"] = pydantic.Field(
-        "embedded", description="`embedded`: servers that the run starts; `sglang`: servers that run at `urls`."
+    kind: Literal["embedded", "sglang", "vllm"] = pydantic.Field(
+        "embedded", description="`embedded`: servers that the run starts; `sglang`, `vllm`: servers that run at `urls`."
     )
-    urls: tuple[str, ...] = pydantic.Field((), description="For `sglang`: the servers' roots, http://host:port.")
+    urls: tuple[str, ...] = pydantic.Field(
+        (), description="For `sglang` and `vllm`: the servers' roots, http://host:port."
+    )
     num_servers: int = pydantic.Field(1, ge=1, description="For `embedded`: how many servers to start.")
     max_batch_size: int = pydantic.Field(128, ge=1, description="Requests that one server decodes together.")
     max_context_tokens: int = pydantic.Field(1024, ge=2, description="Prompt and answer of one request, in tokens.")
     num_threads: int = pydantic.Field(1, ge=1, description="CPU threads of one embedded server.")
     device: str = pydantic.Field("cpu", description="Where an embedded server computes: cpu, cuda, cuda:1, ...")
     max_concurrency: int = pydantic.Field(1024, ge=1, description="Requests under way at one server; more wait.")
+    chunk_tokens: int | None = pydantic.Field(
+        256, ge=1, description="Long answers are asked for in slices; a lost server costs at most one of each."
+    )
+    iteration_tokens: int | None = pydantic.Field(
+        None, ge=1, description="An answer that got so many tokens is parked until the next weights come."
+    )
+    keep_kv: bool = pydantic.Field(False, description="Updates in flight keep the KV cache instead of recomputing it.")
+    max_paused_share: float = pydantic.Field(
+        1.0, gt=0, le=1, description="Of the servers, at most so many take weights at once; one at least."
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_urls(self) -> Self:
-        if (self.kind == "sglang") != bool(self.urls):
-            raise ValueError("urls: give them exactly when kind is sglang")
+        if (self.kind != "embedded") != bool(self.urls):
+            raise ValueError("urls: give them exactly when kind is sglang or vllm")
         return self
 
 

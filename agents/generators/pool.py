@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from driftgym.agents.generators.base import Generator, GeneratorHealth, WeightVersion
+from driftgym.agents.generators.base import Generator, GeneratorHealth, WeightUpdateMode, WeightVersion
 from driftgym.agents.generators.restarts import LOST, RESTARTED, Background, OnEvent, Restart, Restarts, close_quietly
 from driftgym.agents.generators.routing import Member, Router
 from driftgym.errors import GeneratorError
@@ -180,7 +180,7 @@ class GeneratorPool:
             if version < self._latest_version:
                 if self._latest_update is None:
                     raise GeneratorError(f"it has weights {version}, the others {self._latest_version}")
-                await generator.update_weights(self._latest_update, drain=False, timeout_s=self._restart_timeout_s)
+                await generator.update_weights(self._latest_update, mode="in_flight", timeout_s=self._restart_timeout_s)
                 version = self._latest_version
             is_paused = False
             while is_paused != self._is_paused:  # which may change while the engine is told
@@ -204,7 +204,9 @@ class GeneratorPool:
         self._is_paused = False
         await self._each(lambda member: member.generator.resume())
 
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
         """Brings every engine to the version; one that fails is taken out, which is reported.
 
         Raises:
@@ -215,7 +217,7 @@ class GeneratorPool:
             self._latest_version, self._latest_update = update.policy_version, update
 
             async def bring(member: Member) -> None:
-                await member.generator.update_weights(update, drain=drain, timeout_s=timeout_s)
+                await member.generator.update_weights(update, mode=mode, keep_kv=keep_kv, timeout_s=timeout_s)
                 member.policy_version = update.policy_version
                 self._changed.set()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from driftgym.agents.generators.base import GeneratorHealth, WeightVersion
+from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode, WeightVersion
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, FinishReason, SamplingParams, WeightUpdate, float32_array, int32_array
 
@@ -215,12 +215,14 @@ class ScriptedGenerator:
         if self._is_dead or self.is_closed:
             raise GeneratorError("the scripted generator is gone")
 
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
         """As `Generator.update_weights`; `drain` waits for the running requests, without holding up new ones."""
         self._raise_failure()
         if update.incarnation != self._version.incarnation:
             raise GeneratorError(f"weights of life {update.incarnation}, this is {self._version.incarnation}")
-        if drain and self.num_running:
+        if mode == "drain" and self.num_running:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._ended.wait()

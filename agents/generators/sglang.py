@@ -2,24 +2,42 @@
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import aiohttp
-import numpy as np
-
-from driftgym.agents.generators.answers import parse_answer
-from driftgym.agents.generators.base import GeneratorHealth, WeightVersion
+from driftgym.agents.generators.answers import empty_completion, parse_answer, parse_scores
+from driftgym.agents.generators.base import (
+    GeneratorHealth,
+    GeneratorLoad,
+    Scores,
+    WeightUpdateMode,
+    WeightVersion,
+)
+from driftgym.agents.generators.engine_info import EngineInfo
+from driftgym.agents.generators.http import EngineHttp
+from driftgym.agents.generators.traffic import NotSentError, Request, Traffic
+from driftgym.agents.generators.vocabulary import checked_ids
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
 
 _CONTROL_S = 10.0  # any call but a generation or a weight update
 _ABORT_S = 2.0  # the caller's deadline has passed already
-_KEEPALIVE_S = 3.0  # shorter than any server's own (uvicorn: 5 s), so that no request meets a closing connection
-_CONTROL_CONNECTIONS = 8
+_ABORT_TRIES = 4
+_ABORT_INTERVAL_S = 0.5
+
+_PauseMode = Literal["abort", "retract", "in_place"]
+
+_NEUTRAL: Mapping[str, Any] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""What would change the distribution, at the values at which it does not: a server may have other defaults."""
 
 
 class OwnedServer(Protocol):
@@ -31,7 +49,11 @@ class OwnedServer(Protocol):
 
 
 class SGLangGenerator:
-    """One engine behind `url`. Answers of another life of the run, or of unknown weights, are refused."""
+    """One engine behind `url`. Answers of another life of the run, or of unknown weights, are refused.
+
+    Requests wait here, not at the engine, while it is paused or takes weights: so each is sent to known weights, and
+    an engine that drains is given nothing new.
+    """
 
     def __init__(
         self,
@@ -49,24 +71,22 @@ class SGLangGenerator:
             url: the server's root.
             incarnation: the life of the run; answers and weights of another are refused.
             max_concurrency: as many generations can be under way at once; more wait here, which counts as queued.
-            vocab_size: ids from there on are refused; None asks the server, and refuses negative ids alone when it
-                does not say.
+            vocab_size: ids from there on are refused. None takes what the server says, or the `config.json` of its
+                model where that can be read; without both, negative ids alone are refused.
             server: ended by `close`.
             close_timeout_s: bounds the end of `server`.
         """
-        self.url = url.rstrip("/")
+        self._http = EngineHttp(url, max_concurrency=max_concurrency)
+        self.url = self._http.url
         self._incarnation = incarnation
-        self._max_concurrency = max_concurrency
-        self._places = asyncio.Semaphore(max_concurrency)
-        self._vocab_size = vocab_size
-        self._knows_vocabulary = vocab_size is not None
-        self._learning = asyncio.Lock()
+        self._info = EngineInfo(self._http, vocab_size=vocab_size)
+        self._traffic = Traffic(max_concurrency=max_concurrency)
         self._server = server
         self._close_timeout_s = close_timeout_s
-        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
-        self._is_closed = False
+        self._updating = asyncio.Lock()
         self._is_paused = False
-        self._num_changes = 0  # beginnings and ends of weight updates: the weights may change between two
+        self._is_unknown = False  # which weights it has: an update failed
+        self._aside: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "SGLangGenerator":
         return self
@@ -88,200 +108,227 @@ class SGLangGenerator:
     ) -> Completion:
         """As `Generator.generate`. Engines find shared prefixes by the tokens, so `session_id` is not sent."""
         del session_id
-        try:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                if not self._knows_vocabulary:
-                    await self._learn_vocabulary()
-                body = _generate_body(_checked_ids(prompt_token_ids, self._vocab_size), sampling, request_id)
-                async with self._places:
-                    sent, num_changes = time.monotonic(), self._num_changes
-                    reply = await self._post("/generate", body, generates=True)
-        except TimeoutError:
-            await self._abort_quietly(request_id)
-            raise GeneratorError(f"{self.url}: request {request_id} got no answer by its deadline") from None
+        async with self._by_deadline(request_id, deadline_s):
+            vocab_size = await self._info.vocab_size()
+            ids = checked_ids(prompt_token_ids, vocab_size)
+            try:
+                async with self._sending(request_id) as request:
+                    reply = await self._http.post(
+                        "/generate", _generate_body(ids, sampling, request_id), generates=True
+                    )
+            except NotSentError:
+                return empty_completion(request_id)
         completion = parse_answer(
             reply,
             request_id=request_id,
             incarnation=self._incarnation,
-            vocab_size=self._vocab_size,
-            elapsed_s=time.monotonic() - sent,
-            # Sent within an update, it may have been begun with the weights before it.
-            had_update=self._num_changes != num_changes or self._num_changes % 2 == 1,
+            vocab_size=vocab_size,
+            elapsed_s=time.monotonic() - request.sent_s,
+            halted_s=self._traffic.halted.seconds - request.halted_s,
+            had_update=self._traffic.num_updates != request.num_updates,
+            kept_version=request.kept_version,
+            cached_version=request.cached_version,
         )
         if len(completion.policy_versions) and completion.policy_versions.min() < min_policy_version:
             oldest = int(completion.policy_versions.min())
             raise GeneratorError(f"{self.url}: tokens of version {oldest}, at least {min_policy_version} was asked for")
         return completion
 
+    async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> Scores:
+        """As `Generator.score`. Never rests on a KV cache of older weights."""
+        request_id = f"score-{time.monotonic_ns()}-{id(token_ids)}"
+        async with self._by_deadline(request_id, deadline_s):
+            ids = checked_ids(token_ids, await self._info.vocab_size())
+            if not 1 <= num_given < len(ids):
+                raise ValueError(f"the prompt has {len(ids)} ids and {num_given} are given: nothing to score")
+            try:
+                async with self._sending(request_id) as request:
+                    is_cache_old = request.cached_version is not None
+                    body = _score_body(ids, 0 if is_cache_old else num_given - 1, request_id)
+                    reply = await self._http.post("/generate", body, generates=True)
+            except NotSentError:
+                raise GeneratorError(f"{self.url}: the scoring was aborted") from None
+        if self._traffic.num_updates != request.num_updates:
+            raise GeneratorError(f"{self.url}: the weights changed while it scored")
+        return parse_scores(reply, token_ids=ids, num_given=num_given, incarnation=self._incarnation)
+
+    @contextlib.asynccontextmanager
+    async def _by_deadline(self, request_id: str, deadline_s: float) -> AsyncIterator[None]:
+        """Bounds a request. One that nobody waits for any more is aborted, since it would take room from others."""
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                yield
+        except TimeoutError:
+            await self._abort_quietly(request_id)
+            raise GeneratorError(f"{self.url}: request {request_id} got no answer by its deadline") from None
+        except asyncio.CancelledError:
+            if not self._http.is_closed:
+                task = asyncio.create_task(self._abort_quietly(request_id))
+                self._aside.add(task)
+                task.add_done_callback(self._aside.discard)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _sending(self, request_id: str) -> AsyncIterator[Request]:
+        async with self._traffic.sending(request_id) as request:
+            if self._is_unknown:
+                raise GeneratorError(f"{self.url}: its weights are unknown since an update failed; update it")
+            yield request
+
     async def abort(self, request_id: str | None = None) -> None:
-        """As `Generator.abort`."""
-        await self._control("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
-
-    async def pause(self) -> None:
-        """As `Generator.pause`. Running requests lose their KV, so that weights can be taken in the meantime."""
-        self._is_paused = True
-        await self._control("/pause_generation", {"mode": "retract"})
-
-    async def resume(self) -> None:
-        """As `Generator.resume`."""
-        self._is_paused = False
-        await self._control("/continue_generation", {})
-
-    async def update_weights(self, update: WeightUpdate, *, drain: bool, timeout_s: float) -> None:
-        """As `Generator.update_weights`."""
-        version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
-        if update.incarnation != self._incarnation:
-            raise GeneratorError(f"{self.url}: weights {version} are of another life, this is {self._incarnation}")
-        self._num_changes += 1
-        pauses = not drain and not self._is_paused
-        try:
-            async with asyncio.timeout(timeout_s):
-                if pauses:
-                    await self._post("/pause_generation", {"mode": "retract"})
-                await self._load(update.location, version)
-        except TimeoutError:
-            raise GeneratorError(f"{self.url}: weights {version} were not taken within {timeout_s} s") from None
-        finally:
-            self._num_changes += 1
-            if pauses:
-                await asyncio.shield(self._control("/continue_generation", {}))
-
-    async def _load(self, location: str, version: WeightVersion) -> None:
-        body = {"model_path": location, "weight_version": str(version), "flush_cache": True}
-        reply = await self._post("/update_weights_from_disk", body)
-        if reply.get("success") is not True:
-            raise GeneratorError(f"{self.url}: weights {version} were refused: {reply.get('message')}")
-        # The reply could come from a server that did nothing; what it now reports is what its tokens will carry.
-        reported = (await self._get("/model_info")).get("weight_version")
-        if reported != str(version):
-            raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
-
-    async def health(self) -> GeneratorHealth:
-        """As `Generator.health`. Figures that a server does not report are 0."""
-        try:
-            async with asyncio.timeout(_CONTROL_S):
-                model = await self._get("/model_info")
-                server = await self._get("/server_info")
-        except TimeoutError:
-            raise GeneratorError(f"{self.url}: no answer within {_CONTROL_S} s") from None
-        try:
-            version = WeightVersion.parse(str(model.get("weight_version")))
-            return GeneratorHealth(
-                version=version,
-                num_running=int(server.get("num_running") or 0),
-                num_queued=int(server.get("num_queued") or 0),
-                busy_s=float(server.get("busy_s") or 0.0),
-            )
-        except (TypeError, ValueError, OverflowError):
-            raise GeneratorError(
-                f"{self.url}: reports weights {model.get('weight_version')!r}; start the server with a weight version "
-                f"of the form incarnation:version"
-            ) from None
-
-    async def close(self) -> None:
-        """As `Generator.close`. Generations under way end with GeneratorError."""
-        self._is_closed = True
-        sessions, self._sessions = self._sessions, None
-        server, self._server = self._server, None
-        for session in sessions or ():
-            await asyncio.shield(session.close())
-        if server is not None:
-            await asyncio.shield(server.close(timeout_s=self._close_timeout_s))
-
-    async def _learn_vocabulary(self) -> None:
-        async with self._learning:
-            if self._knows_vocabulary:
+        """As `Generator.abort`. Asks again where the engine had not seen the request yet."""
+        named = self._traffic.abort(request_id)
+        await self._control("/abort_request", _abort_body(request_id))
+        for _ in range(_ABORT_TRIES):
+            if not any(self._traffic.is_sent(request) for request in named):
                 return
-            size = (await self._get("/model_info")).get("vocab_size")
-            self._vocab_size = size if isinstance(size, int) else None
-            self._knows_vocabulary = True
+            await asyncio.sleep(_ABORT_INTERVAL_S)
+            await self._control("/abort_request", _abort_body(request_id))
 
     async def _abort_quietly(self, request_id: str) -> None:
         with contextlib.suppress(GeneratorError, TimeoutError):
             async with asyncio.timeout(_ABORT_S):
-                await self._post("/abort_request", {"rid": request_id})
+                await self._http.post("/abort_request", _abort_body(request_id))
 
-    async def _control(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def pause(self) -> None:
+        """As `Generator.pause`. Running requests lose their KV, so that weights can be taken in the meantime."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._traffic.hold()
+        try:
+            await self._halt("retract")
+        except BaseException:
+            await asyncio.shield(self.resume())
+            raise
+
+    async def resume(self) -> None:
+        """As `Generator.resume`."""
+        try:
+            await self._go_on()
+        finally:
+            if self._is_paused:
+                self._is_paused = False
+                self._traffic.release()
+
+    async def _halt(self, mode: _PauseMode) -> None:
+        self._traffic.halt(True)
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def _go_on(self) -> None:
+        try:
+            await self._control("/continue_generation", {})
+        finally:
+            self._traffic.halt(False)
+
+    async def update_weights(
+        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
+    ) -> None:
+        """As `Generator.update_weights`.
+
+        After a failure no request is answered until an update succeeds: an engine that refuses may have changed its
+        weights, or some of them, or have kept a cache of the old ones.
+        """
+        if keep_kv and mode != "in_flight":
+            raise ValueError(f"keep_kv goes with in_flight alone, not with {mode}")
+        version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
+        if update.incarnation != self._incarnation:
+            raise GeneratorError(f"{self.url}: weights {version} are of another life, this is {self._incarnation}")
+        try:
+            async with asyncio.timeout(timeout_s), self._updating:
+                await self._update(update, version, mode=mode, keep_kv=keep_kv)
+        except TimeoutError:
+            raise GeneratorError(f"{self.url}: weights {version} were not taken within {timeout_s} s") from None
+
+    async def _update(
+        self, update: WeightUpdate, version: WeightVersion, *, mode: WeightUpdateMode, keep_kv: bool
+    ) -> None:
+        body = await self._info.update_body(update, version)
+        kept = await self._info.version_to_keep(self._incarnation) if keep_kv and not self._is_unknown else None
+        with self._traffic.held():
+            if mode == "drain":
+                await self._traffic.empty()
+                await self._load(body, version, kept_version=None)
+                return
+            pause: _PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
+            try:
+                # An engine that its owner paused stands still already; only running requests are still to be ended.
+                if not self._is_paused or mode == "abort_resume":
+                    await self._halt(pause)
+                await self._load(body, version, kept_version=None if kept is None else kept.policy_version)
+            finally:
+                if not self._is_paused:
+                    await asyncio.shield(self._go_on())
+
+    async def _load(self, body: Mapping[str, Any], version: WeightVersion, *, kept_version: int | None) -> None:
+        self._is_unknown = True
+        self._traffic.updated(kept_version=kept_version)
+        flushes = kept_version is None
+        reply = await self._http.post("/update_weights_from_disk", {**body, "flush_cache": flushes})
+        if reply.get("success") is not True:
+            raise GeneratorError(f"{self.url}: weights {version} were refused: {reply.get('message')}")
+        # The reply could come from a server that did nothing; what it now reports is what its tokens will carry.
+        reported = await self._info.reported_version()
+        if reported != str(version):
+            raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
+        await self._info.learn_from(str(body["model_path"]))
+        self._is_unknown = False
+
+    async def health(self) -> GeneratorHealth:
+        """As `Generator.health`.
+
+        Of a server that does not report `busy_s`, the seconds in which this client had a request under way.
+        """
+        async with self._within_control(""):
+            version = await self._info.version()
+            load = await self._info.load()
+        return GeneratorHealth(
+            version=version,
+            num_running=load.num_running,
+            num_queued=load.num_queued,
+            busy_s=self._traffic.busy.seconds if load.busy_s is None else load.busy_s,
+        )
+
+    async def load(self) -> GeneratorLoad:
+        """As `Generator.load`; requests that wait here for a place count as queued."""
+        async with self._within_control(""):
+            load = await self._info.load()
+        return GeneratorLoad(num_running=load.num_running, num_queued=load.num_queued + self._traffic.num_waiting)
+
+    async def close(self) -> None:
+        """As `Generator.close`. Generations under way end with GeneratorError."""
+        server, self._server = self._server, None
+        self._traffic.close()
+        await self._http.close()
+        for task in tuple(self._aside):
+            await task  # ends at once: the connections are closed
+        if server is not None:
+            await asyncio.shield(server.close(timeout_s=self._close_timeout_s))
+
+    async def _control(self, path: str, body: Mapping[str, Any]) -> None:
+        async with self._within_control(path):
+            await self._http.post(path, body)
+
+    @contextlib.asynccontextmanager
+    async def _within_control(self, path: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_CONTROL_S):
-                return await self._post(path, body)
+                yield
         except TimeoutError:
             raise GeneratorError(f"{self.url}{path}: no answer within {_CONTROL_S} s") from None
 
-    async def _post(self, path: str, body: Mapping[str, Any], *, generates: bool = False) -> Mapping[str, Any]:
-        return await self._call("POST", path, body, generates=generates)
 
-    async def _get(self, path: str) -> Mapping[str, Any]:
-        return await self._call("GET", path, None, generates=False)
-
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, generates: bool
-    ) -> Mapping[str, Any]:
-        """The JSON object that the server answers with; {} for an empty body.
-
-        Raises GeneratorError for everything else. Has no time limit of its own: the caller has one.
-        """
-        session = self._session(generates=generates)
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            async with session.request(method, self.url + path, data=data) as response:
-                raw = await response.read()
-        except asyncio.CancelledError:
-            # aiohttp cancels those who wait for a connection when the session is closed: that is nobody's wish here.
-            task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
-                raise GeneratorError(f"{self.url}: closed") from None
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            if self._is_closed:
-                raise GeneratorError(f"{self.url}: closed") from None
-            raise GeneratorError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        return self._decoded(path, response.status, raw)
-
-    def _decoded(self, path: str, status: int, raw: bytes) -> Mapping[str, Any]:
-        try:
-            reply = json.loads(raw) if raw.strip() else {}
-        except (ValueError, RecursionError):
-            reply = None
-        if status != 200:
-            detail = reply.get("error") or reply.get("message") if isinstance(reply, dict) else None
-            if isinstance(detail, dict):
-                detail = detail.get("message")
-            raise GeneratorError(f"{self.url}{path}: answered {status}: {detail or raw[:200]!r}")
-        if not isinstance(reply, dict):
-            raise GeneratorError(f"{self.url}{path}: answered something that is no JSON object: {raw[:80]!r}")
-        return reply
-
-    def _session(self, *, generates: bool) -> aiohttp.ClientSession:
-        if self._is_closed:
-            raise GeneratorError(f"{self.url}: closed")
-        if self._sessions is None:
-            self._sessions = (_new_session(self._max_concurrency), _new_session(_CONTROL_CONNECTIONS))
-        return self._sessions[0 if generates else 1]
+def _wire_id(request_id: str) -> str:
+    """The request's id at the engine. SGLang aborts every request whose id begins with the one that it is given."""
+    return f"{len(request_id)}:{request_id}"
 
 
-def _new_session(num_connections: int) -> aiohttp.ClientSession:
-    """A session without a time limit of its own: the library's default of 300 s must not be what decides."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=num_connections, keepalive_timeout=_KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-        headers={"Content-Type": "application/json"},
-        trust_env=False,
-    )
-
-
-def _checked_ids(prompt_token_ids: Sequence[int], vocab_size: int | None) -> list[int]:
-    ids = np.asarray(prompt_token_ids, dtype=np.int64).reshape(-1)
-    if len(ids) == 0:
-        raise ValueError("the prompt is empty")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise ValueError(f"the prompt has ids outside of the vocabulary of {vocab_size}: {low} to {high}")
-    return ids.tolist()
+def _abort_body(request_id: str | None) -> Mapping[str, Any]:
+    return {"abort_all": True} if request_id is None else {"rid": _wire_id(request_id)}
 
 
 def _generate_body(ids: list[int], sampling: SamplingParams, request_id: str) -> Mapping[str, Any]:
     params: dict[str, Any] = {
+        **_NEUTRAL,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_new_tokens": sampling.max_tokens,
@@ -289,4 +336,15 @@ def _generate_body(ids: list[int], sampling: SamplingParams, request_id: str) ->
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": request_id}
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": _wire_id(request_id)}
+
+
+def _score_body(ids: list[int], start: int, request_id: str) -> Mapping[str, Any]:
+    """`start`: the engine reports log-probs from there on, and reads from there on anew."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "rid": _wire_id(request_id),
+    }

@@ -1,4 +1,9 @@
-"""The box of a Lookup environment and the tool process in it, both kept from one episode to the next."""
+"""The box of a Lookup environment and the tool process in it, kept from one episode to the next where that is allowed.
+
+The agent runs no commands in this box: it asks the tool process, which is driftgym's own code and forgets the last
+episode when it loads the next one. So where boxes are reused by a reset, neither is even reset. Where every episode is
+to have a fresh box, it gets one.
+"""
 
 import contextlib
 import json
@@ -12,6 +17,7 @@ from driftgym.envs.tools import PolicyError, ToolOutput
 from driftgym.errors import EnvError, SandboxError
 from driftgym.sandboxes.base import (
     WORK_DIR,
+    PoolConfig,
     Reply,
     Sandbox,
     SandboxConfig,
@@ -19,6 +25,7 @@ from driftgym.sandboxes.base import (
     SandboxProvider,
     SandboxSpec,
 )
+from driftgym.sandboxes.pool_box import PooledSandbox
 
 Records = Mapping[str, Mapping[str, int]]
 
@@ -30,7 +37,8 @@ _TRACEBACK_BYTES = 4096
 
 
 class ToolBox:
-    """One box and one tool process. Starts both when they are needed, the process again when it was lost."""
+    """One box and one tool process. Starts both when they are needed, the process again when it was lost, and both for
+    each episode when the pool that the box is of says `fresh`."""
 
     def __init__(
         self,
@@ -55,6 +63,7 @@ class ToolBox:
         self._max_output_bytes = max_output_bytes
         self._box: Sandbox | None = None
         self._process: SandboxProcess | None = None
+        self._is_box_used = False
         self._is_in_step = True
         self._num_asked = 0
         self._records: Records = {}
@@ -66,6 +75,9 @@ class ToolBox:
             SandboxError: no box can be had, or it is lost.
         """
         self._records = records
+        if self._is_box_used and isinstance(self._box, PooledSandbox) and self._box.reuse == "fresh":
+            await self._swap_box(self._box)
+        self._is_box_used = True
         if await self._has_process():
             # A process that the last episode harmed is replaced.
             with contextlib.suppress(TimeoutError, SandboxError, EnvError):
@@ -130,6 +142,15 @@ class ToolBox:
         self._box = await self._start_box()
         await self._start_process()
 
+    async def _swap_box(self, box: PooledSandbox) -> None:
+        """A box that nothing was done in. Without one, the old one is given up."""
+        self._process = None  # goes with its box
+        try:
+            await box.reset()
+        except SandboxError:
+            self._box = None
+            await box.close()
+
     async def _start_box(self) -> Sandbox:
         provider = self._sandboxes or await self._own_provider()
         return await provider.start(self._spec, timeout_s=self._limits.sandbox_start_s)
@@ -138,7 +159,8 @@ class ToolBox:
         if self._owned_sandboxes is None:
             from driftgym.sandboxes.providers import open_provider  # only who brings no provider needs it
 
-            self._owned_sandboxes = await open_provider(SandboxConfig(kind="process"), say=lambda _: None)
+            config = SandboxConfig(kind="process", pool=PoolConfig(num_warm=0))  # one box is all that it needs
+            self._owned_sandboxes = await open_provider(config, say=lambda _: None)
         return self._owned_sandboxes
 
     async def _start_process(self) -> None:

@@ -6,17 +6,17 @@ Exit codes: 0 when it did what it was asked, 1 when it failed, 2 on bad input, 1
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from driftgym import cli_sandbox
 from driftgym.errors import ConfigError, DriftgymError
 from driftgym.metrics import any_sink_is_alive
 
 _EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
-_ENGINE_TIMEOUT_S = 10.0
 
 app = typer.Typer(
     name="driftgym",
@@ -26,9 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 env_app = typer.Typer(help="Environments: list those registered, check one.", no_args_is_help=True)
-sandbox_app = typer.Typer(help="Sandboxes: build the base image, list boxes, remove orphans.", no_args_is_help=True)
 app.add_typer(env_app, name="env")
-app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(cli_sandbox.app, name="sandbox")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -184,64 +183,6 @@ def env_check(
     if findings:
         raise DriftgymError(f"{env_id}: {len(findings)} findings")
     typer.echo(f"{env_id}: sound")
-
-
-@sandbox_app.command("build", epilog="Example: driftgym sandbox build --rebuild")
-def sandbox_build(
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build it also when it is there.")] = False,
-    mirror: Annotated[str | None, typer.Option(help="Debian's packages are taken from this URL.")] = None,
-) -> None:
-    """Build the base image for Docker boxes, without any registry. Does nothing when it is there."""
-    _require_docker()
-    from driftgym.sandboxes.images import build_base_image
-
-    _with_engine(lambda engine: build_base_image(engine, say=typer.echo, mirror=mirror, rebuild=rebuild))
-
-
-@sandbox_app.command("list", epilog="Example: driftgym sandbox list")
-def sandbox_list() -> None:
-    """List driftgym's boxes on this machine's Docker engine, in any state, of any owner."""
-    _require_docker()
-    from driftgym.sandboxes.reaper import list_boxes
-
-    async def show(engine: Any) -> None:
-        for box in await list_boxes(engine):
-            owner = "alive" if box.owner_is_alive else "dead"
-            typer.echo(f"{box.sandbox_id[:12]}  {box.state:10}  {box.age_s:8.0f} s  owner {box.owner} ({owner})")
-
-    _with_engine(show)
-
-
-@sandbox_app.command("reap", epilog="Example: driftgym sandbox reap")
-def sandbox_reap() -> None:
-    """Remove the boxes whose owner's process is gone; never those of a living one."""
-    _require_docker()
-    from driftgym.sandboxes.reaper import sweep
-
-    async def reap(engine: Any) -> None:
-        typer.echo(f"{await sweep(engine)} boxes removed")
-
-    _with_engine(reap)
-
-
-def _require_docker() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("docker") is None:
-        raise ConfigError("the Docker SDK is missing: pip install 'driftgym[docker]'")
-
-
-def _with_engine(work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    from driftgym.sandboxes.docker import Engine
-
-    async def run() -> None:
-        engine = await Engine.connect(timeout_s=_ENGINE_TIMEOUT_S)
-        try:
-            await work(engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
 
 
 def _fail(error: Exception, code: int) -> NoReturn:

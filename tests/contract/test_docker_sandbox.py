@@ -18,7 +18,7 @@ from driftgym.sandboxes import reaper
 from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxInfo, SandboxSpec
 from driftgym.sandboxes.docker import DockerSandbox
 from driftgym.sandboxes.docker_provider import DockerProvider
-from driftgym.sandboxes.images import BASE_IMAGE, build_base_image, ensure_image
+from driftgym.sandboxes.images import BASE_IMAGE
 from driftgym.sandboxes.providers import open_provider
 
 pytestmark = pytest.mark.docker
@@ -360,13 +360,6 @@ async def test_missing_image_is_said_or_refused(docker_provider: DockerProvider)
     await provider.close()
     assert provider.kind == "process"
     assert "no-such-image" in said[-1]
-
-
-async def test_base_image_is_built_once(docker_provider: DockerProvider) -> None:
-    said: list[str] = []
-    await ensure_image(docker_provider.engine, BASE_IMAGE)
-    await build_base_image(docker_provider.engine, say=said.append)
-    assert said == [f"{BASE_IMAGE} is there already"]
 
 
 async def test_engine_errors_are_typed(docker_provider: DockerProvider) -> None:

@@ -194,7 +194,7 @@ async def _in_flight_update(generator: Generator, folders: list[Path]) -> None:
     tasks = [asyncio.create_task(ask(generator, request_id=f"fly{index}", max_tokens=800)) for index in range(4)]
     await until_running(generator, 4)
     await asyncio.sleep(0.05)
-    await generator.update_weights(_update(folders, 1), drain=False, timeout_s=30)
+    await generator.update_weights(_update(folders, 1), mode="in_flight", timeout_s=30)
     for task in tasks:
         completion = await task
         check(completion, length=800)
@@ -206,7 +206,7 @@ async def _in_flight_update(generator: Generator, folders: list[Path]) -> None:
 async def _drained_update(generator: Generator, folders: list[Path]) -> None:
     task = asyncio.create_task(ask(generator, request_id="drained", max_tokens=200))
     await until_running(generator, 1)
-    await generator.update_weights(_update(folders, 2), drain=True, timeout_s=30)
+    await generator.update_weights(_update(folders, 2), mode="drain", timeout_s=30)
     completion = await task
     check(completion, length=200)
     assert set(completion.policy_versions.tolist()) == {1}
@@ -218,7 +218,7 @@ async def _refused_update(generator: Generator, folders: list[Path]) -> None:
     if isinstance(generator, GeneratorPool):
         return  # takes out who refuses; see its own tests
     with pytest.raises(GeneratorError):
-        await generator.update_weights(_update(folders, 3, incarnation=7), drain=False, timeout_s=5)
+        await generator.update_weights(_update(folders, 3, incarnation=7), mode="in_flight", timeout_s=5)
     check(await ask(generator, min_policy_version=2), length=5)
 
 

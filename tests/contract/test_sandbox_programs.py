@@ -14,19 +14,19 @@ from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, Sandbox, SandboxProvider, SandboxSpec
 
 LINE_SERVER = """
-import os, sys, time
-for line in sys.stdin:
-    word = line.strip()
-    if word == "die": sys.exit(3)
-    if word == "flood": [sys.stdout.write("y" * 1_000_000) for _ in range(20)]
-    if word == "endless":
-        while True: sys.stdout.write("z" * 65536)
-    if word == "close": os.close(1); time.sleep(60)
-    if word == "two": sys.stdout.write("first\\n")
-    if word == "bytes": sys.stdout.flush(); sys.stdout.buffer.write(b"\\xff\\xfe")
-    sys.stdout.write(word + "\\n"); sys.stdout.flush()
+while IFS= read -r word; do
+  case $word in
+    die) exit 3;;
+    flood) head -c 20000000 /dev/zero | tr '\\0' y;;
+    endless) tr '\\0' z </dev/zero;;
+    close) exec >&-; sleep 60;;
+    two) echo first;;
+    bytes) printf '\\377\\376';;
+  esac
+  echo "$word"
+done
 """
-SERVER_ARGV = ("python3", "-I", "-S", "-c", LINE_SERVER)
+SERVER_ARGV = ("sh", "-c", LINE_SERVER)
 
 
 async def marked_processes(box: Sandbox, mark: str) -> str:
@@ -76,13 +76,12 @@ async def test_odd_commands_are_answers_and_not_crashes(real_box: Sandbox) -> No
         "trap '' TERM INT HUP; sleep 6161",
         "(setsid sh -c 'sleep 6161 & sleep 6161' &) ; sleep 6161",
         "env -i setsid sh -c '(sleep 6161 &) ; sleep 6161' & sleep 6161",
-        "python3 -c \"import os,time; os.fork() or os.setsid() or os.fork() or os.execlp('sleep','sleep','6161');"
-        ' time.sleep(60)" 6161',
+        "sh -c '(setsid sh -c \"(sleep 6161 &) ; exec setsid sleep 6161\" &) ; exit 0' ; sleep 6161",
     ],
     ids=["ignores-term", "setsid", "empty-environment", "double-fork"],
 )
 async def test_deadline_kills_the_whole_tree(real_box: Sandbox, script: str) -> None:
-    result = await real_box.exec(script, timeout_s=0.7)
+    result = await real_box.exec(script, timeout_s=1.5)
     assert result.timed_out
     await until_none_left(real_box, "6161")
     assert (await real_box.exec("echo on")).stdout == "on\n"
@@ -125,13 +124,13 @@ async def test_flood_is_counted_and_dropped(real_box: Sandbox) -> None:
     assert len(result.stdout) == 1 * MIB
     assert result.num_dropped_bytes == 100_000_000 - 1 * MIB
     assert result.stderr == "end\n"
-    status = await real_box.exec("cat /proc/$PPID/status")
-    resident_kib = int(next(line.split()[1] for line in status.stdout.splitlines() if line.startswith("VmHWM")))
-    assert resident_kib < 60_000, "the toolbox has kept the flood"
+    status = await real_box.exec("cat /proc/$PPID/status")  # of the toolbox, where there is one
+    for words in (line.split() for line in status.stdout.splitlines()):
+        assert words[0] not in ("VmHWM:", "VmRSS:") or int(words[1]) < 60_000, "the toolbox has kept the flood"
 
 
 async def test_endless_flood_ends_at_the_deadline(real_box: Sandbox) -> None:
-    result = await real_box.exec("yes", timeout_s=0.5, max_output_bytes=1000)
+    result = await real_box.exec("yes", timeout_s=2.0, max_output_bytes=1000)
     assert result.timed_out
     assert len(result.stdout) == 1000
     assert result.num_dropped_bytes > 1000
@@ -145,10 +144,12 @@ async def test_process_death_is_told(real_box: Sandbox) -> None:
     assert not process.is_alive
 
 
-async def test_process_that_closes_its_output_is_gone(real_box: Sandbox) -> None:
+async def test_process_that_closes_its_output_is_gone(real_box: Sandbox, real_kind: str) -> None:
     process = await real_box.spawn(SERVER_ARGV)
-    with pytest.raises(SandboxError):
-        await process.ask("close", timeout_s=30)
+    # The engine does not tell that a process has closed its output: only the deadline does then.
+    kind_of_error, timeout_s = (TimeoutError, 2) if real_kind == "engine-exec" else (SandboxError, 30)
+    with pytest.raises(kind_of_error):
+        await process.ask("close", timeout_s=timeout_s)
     assert not process.is_alive
 
 
@@ -171,17 +172,16 @@ async def test_flooded_reply_is_cut_and_the_next_is_right(real_box: Sandbox) -> 
 
 
 EAGER = """
-import sys
-print("early", flush=True)
-for line in sys.stdin: print(len(line), flush=True)
+echo early
+while IFS= read -r line; do echo ${#line}; done
 """
 
 
 async def test_question_is_written_whole_though_the_answer_came_early(real_box: Sandbox) -> None:
-    process = await real_box.spawn(["python3", "-I", "-S", "-c", EAGER])
-    assert (await process.ask("x" * 999_999, timeout_s=10)).text == "early"
-    assert (await process.ask("y" * 9, timeout_s=10)).text == "1000000"
-    assert (await process.ask("", timeout_s=10)).text == "10"
+    process = await real_box.spawn(["sh", "-c", EAGER])
+    assert (await process.ask("x" * 99_999, timeout_s=10)).text == "early"
+    assert (await process.ask("y" * 9, timeout_s=30)).text == "99999"
+    assert (await process.ask("", timeout_s=10)).text == "9"
 
 
 async def test_deadline_without_end_is_no_harm(real_box: Sandbox) -> None:
@@ -214,13 +214,22 @@ async def test_only_regular_files_are_read_and_written(real_box: Sandbox) -> Non
     assert b"Name:" in await real_box.read_file("/proc/self/status")
 
 
+DEEP_FOLDERS = """
+chain=; n=0
+while [ $n -lt 750 ]; do chain=${chain}deep/; n=$((n+1)); done
+mkdir -p one/$chain two/$chain three/$chain/$(printf '%0250d' 7)
+mv three two/$chain && mv two one/$chain
+"""
+"""A tree deeper than any path that the kernel takes."""
+
+
 async def test_reset_empties_what_was_made_hard_to_remove(real_box: Sandbox) -> None:
+    assert (await real_box.exec(DEEP_FOLDERS, timeout_s=60)).exit_code == 0
     await real_box.exec(
-        "mkdir -p a/b 'odd name'; echo x >a/b/c; ln -s / root; mkfifo p; echo t >$TMPDIR/t; chmod 0 a/b a; chmod 0 .;"
+        "mkdir -p a/b 'odd name' ..odd -- -rf .h; echo x >a/b/c; touch '*' 'new\nline'; ln -s / root; mkfifo p;"
+        "echo t >$TMPDIR/t; mkdir $TMPDIR/locked; echo s >/dev/shm/s; chmod 0 $TMPDIR/locked a/b a; chmod 0 .;"
         "(setsid sleep 6464 &)"
     )
-    deep = "import os\nfor _ in range(3000): os.mkdir('deep'); os.chdir('deep')"
-    await real_box.exec(["python3", "-c", deep], cwd="/work")
     await real_box.reset()
     await until_none_left(real_box, "6464")
     listed = await real_box.exec("ls -A . $TMPDIR; touch again")
@@ -228,8 +237,8 @@ async def test_reset_empties_what_was_made_hard_to_remove(real_box: Sandbox) -> 
     assert not [line for line in listed.stdout.split() if not line.endswith(":") and line != "."]
 
 
-async def test_provider_starts_many_at_once(real_provider: SandboxProvider) -> None:
-    boxes = await asyncio.gather(*(real_provider.start(SandboxSpec(), timeout_s=60) for _ in range(6)))
+async def test_provider_starts_many_at_once(real_provider: SandboxProvider, real_spec: SandboxSpec) -> None:
+    boxes = await asyncio.gather(*(real_provider.start(real_spec, timeout_s=60) for _ in range(6)))
     results = await asyncio.gather(*(box.exec(f"echo {i} >mine; cat mine") for i, box in enumerate(boxes)))
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(6)]
     await asyncio.gather(*(box.close() for box in boxes))
@@ -237,11 +246,11 @@ async def test_provider_starts_many_at_once(real_provider: SandboxProvider) -> N
 
 OWNER = """
 import asyncio, sys
-from driftgym.sandboxes.base import SandboxConfig
+from driftgym.sandboxes.base import SandboxConfig, SandboxSpec
 from driftgym.sandboxes.providers import open_provider
 
 async def main():
-    config = SandboxConfig(kind=sys.argv[1])
+    config = SandboxConfig(kind=sys.argv[1], spec=SandboxSpec.model_validate_json(sys.argv[2]))
     provider = await open_provider(config, say=lambda text: None, run_id="owner-test")
     boxes = [await provider.start(config.spec, timeout_s=60) for _ in range(2)]
     for box in boxes:
@@ -254,8 +263,8 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_killed_owner_leaves_nothing(real_provider: SandboxProvider) -> None:
-    with start_owner(real_provider.kind) as owner:
+async def test_killed_owner_leaves_nothing(real_provider: SandboxProvider, real_spec: SandboxSpec) -> None:
+    with start_owner(real_provider.kind, real_spec) as owner:
         assert owner.stdout is not None
         sandbox_ids = (await asyncio.to_thread(owner.stdout.readline)).split()
         folders = process_folders(sandbox_ids)
@@ -269,9 +278,10 @@ async def test_killed_owner_leaves_nothing(real_provider: SandboxProvider) -> No
     pytest.fail(f"left: boxes {left}, processes {sleepers()}, folders {folders}")
 
 
-def start_owner(kind: str) -> "subprocess.Popen[str]":
+def start_owner(kind: str, spec: SandboxSpec) -> "subprocess.Popen[str]":
     """A process that owns two boxes, and prints their ids."""
-    return subprocess.Popen([sys.executable, "-P", "-c", OWNER, kind], stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-P", "-c", OWNER, kind, spec.model_dump_json()]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
 
 def process_folders(sandbox_ids: list[str]) -> list[Path]:

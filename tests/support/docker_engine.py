@@ -25,13 +25,11 @@ async def open_docker() -> DockerProvider:
     try:
         provider = await DockerProvider.open(timeout_s=10.0)
     except SandboxError as error:
-        reason = str(error)
-    else:
-        if await provider.engine.has_image(BASE_IMAGE):
-            return provider
+        _lack("docker", str(error))
+    if not await provider.engine.has_image(BASE_IMAGE):
         await provider.close()
-        reason = f"the image {BASE_IMAGE} is missing (make sandbox-engine)"
-    _lack("docker", reason)
+        _lack("docker", f"the image {BASE_IMAGE} is missing (make sandbox-engine)")
+    return provider
 
 
 async def busybox_image(engine: Engine) -> str:

@@ -11,7 +11,7 @@ from driftgym.envs.check import check_tool_env
 from driftgym.envs.lookup.scripted import ScriptedLookupProvider
 from driftgym.envs.registry import make_env
 from driftgym.errors import ConfigError, EnvError, SandboxError
-from driftgym.sandboxes.base import SandboxConfig
+from driftgym.sandboxes.base import PoolConfig, SandboxConfig
 from driftgym.sandboxes.providers import open_provider
 from driftgym.types import Message, ToolCall, TrajectoryStatus
 
@@ -199,6 +199,21 @@ async def test_state_does_not_leak_and_box_and_process_are_reused(lookup, provid
     assert answer == f"error: no such person: {gone}"
     assert (await _play(env, seed=2)) == (await _play(fresh, seed=2))
     assert len(provider.boxes) == 2
+
+
+@pytest.mark.parametrize("reuse", ["fresh", "reset"])
+async def test_a_pool_of_fresh_boxes_gives_each_episode_its_own(reuse):
+    pool = PoolConfig(reuse=reuse, num_warm=1)
+    async with await open_provider(SandboxConfig(kind="process", pool=pool), say=print) as provider:
+        env = make_env("driftgym/Lookup-v0", sandboxes=provider)
+        seen = set()
+        for seed in range(3):
+            assert (await _play(env, seed=seed))[1].reward == 1.0
+            seen.add(env._box._box.sandbox_id)
+        assert len(seen) == (3 if reuse == "fresh" else 1)
+        await provider.remove(env._box._box.sandbox_id)
+        assert (await _play(env, seed=4))[1].reward == 1.0
+        await env.aclose()
 
 
 async def test_a_hang_is_a_message_and_the_episode_goes_on(lookup, provider):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -112,3 +113,84 @@ async def test_machine_without_processes_is_a_sandbox_error_and_leaves_nothing(
     with pytest.raises(SandboxError, match="no-python"):
         await ProcessSandbox.start(SandboxSpec(), timeout_s=60)
     assert os.listdir(tmp_path) == []
+
+
+async def test_killed_toolbox_leaves_no_command(box: ProcessSandbox) -> None:
+    shell = asyncio.ensure_future(box.exec("sleep 73 & sleep 73", timeout_s=60))
+    background = await box.exec("exec >&- 2>&-; (setsid sleep 73 &)")
+    assert background.exit_code == 0
+    for _ in range(100):
+        if len(started := list(processes_below(box.pid))) >= 4:
+            break
+        await asyncio.sleep(0.02)
+    os.kill(box.pid, signal.SIGKILL)
+    with pytest.raises(SandboxError):
+        await shell
+    await box.close()
+    for _ in range(100):
+        if not any(process_start_time(pid) for pid in started):
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("commands are still there")
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["owner stops", "owner idles"])
+async def test_box_ends_when_its_owner_falls_silent_and_only_then(is_stopped: bool) -> None:
+    box = await ProcessSandbox.start(SandboxSpec(dead_man_s=0.6), timeout_s=60)
+    try:
+        if is_stopped:
+            time.sleep(2.0)  # noqa: ASYNC251 (this is what is tested)
+            with pytest.raises(SandboxError, match="silent"):
+                await box.exec("true")
+        else:
+            await asyncio.sleep(2.0)
+            assert (await box.exec("echo on")).stdout == "on\n"
+    finally:
+        await box.close()
+
+
+async def test_much_input_and_output_goes_through(box: ProcessSandbox) -> None:
+    data = os.urandom(5_000_000)
+    result = await box.exec(["wc", "-c"], stdin=data, timeout_s=60)
+    assert result.stdout.split() == ["5000000"]
+    both = await box.exec("cat >&2; head -c 300000 /dev/zero", stdin=b"e" * 700_000, timeout_s=60)
+    assert (both.stdout, both.stderr) == ("\0" * 300_000, "e" * 700_000)
+    cut = await box.exec("cat >&2; head -c 300000 /dev/zero", stdin=b"e" * 700_000, max_output_bytes=250_000)
+    assert (len(cut.stdout), len(cut.stderr), cut.num_dropped_bytes) == (250_000, 250_000, 500_000)
+
+
+async def test_output_has_the_spec_s_bound_unless_the_call_says() -> None:
+    box = await ProcessSandbox.start(SandboxSpec(max_output_bytes=10), timeout_s=60)
+    try:
+        assert (await box.exec("echo 0123456789abc")).stdout == "0123456789"
+        assert (await box.exec("echo 0123456789abc", max_output_bytes=12)).stdout == "0123456789ab"
+    finally:
+        await box.close()
+
+
+async def test_stopped_box_does_not_answer_a_ping_and_is_lost(box: ProcessSandbox) -> None:
+    await box.ping(timeout_s=10)
+    os.kill(box.pid, signal.SIGSTOP)
+    with pytest.raises(SandboxError, match="no answer to ping"):
+        await box.ping(timeout_s=0.2)
+    with pytest.raises(SandboxError):
+        await box.exec("true")
+    os.kill(box.pid, signal.SIGCONT)
+
+
+async def test_cancelled_download_and_upload_leave_the_box_usable(box: ProcessSandbox, tmp_path: Path) -> None:
+    await box.exec("mkdir big; for i in $(seq 200); do echo x >big/$i; done; head -c 900000 /dev/zero >big/zero")
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "zero").write_bytes(bytes(900_000))
+    for delay_s in (0.0, 0.001, 0.01, 0.03):
+        copies = [
+            asyncio.ensure_future(box.download("/work/big", tmp_path / "to")),
+            asyncio.ensure_future(box.upload(tmp_path / "from", "/work/there")),
+        ]
+        await asyncio.sleep(delay_s)
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+    await box.upload(tmp_path / "from", "/work/there")
+    await box.download("/work/there", tmp_path / "back")
+    assert (tmp_path / "back" / "zero").read_bytes() == bytes(900_000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driftgym.errors import ConfigError, SandboxError
-from driftgym.sandboxes.base import SandboxConfig, SandboxSpec
+from driftgym.sandboxes.base import PoolConfig, SandboxConfig, SandboxSpec
 from driftgym.sandboxes.providers import ProcessProvider, open_provider
 
 
@@ -18,6 +18,29 @@ async def test_process_is_taken_when_asked_for_and_said() -> None:
     await provider.close()
     assert provider.kind == "process"
     assert "trusted code only" in said[0]
+
+
+async def test_what_is_opened_is_a_pool_that_closes_what_is_below() -> None:
+    config = SandboxConfig(kind="process", pool=PoolConfig(num_warm=1, max_boxes=2))
+    async with await open_provider(config, say=lambda text: None) as pool:
+        box = await pool.start(config.spec, timeout_s=60)
+        assert (await box.exec("echo on")).stdout == "on\n"
+        assert pool.stats.num_boxes <= 2
+    with pytest.raises(SandboxError, match="closed"):
+        await box.exec("true")
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.provider.start(config.spec, timeout_s=60)
+
+
+async def test_boxes_that_cannot_be_reset_are_refused_before_anything_is_opened() -> None:
+    said: list[str] = []
+    spec = SandboxSpec(read_only_root=False)
+    with pytest.raises(ConfigError, match=r"^sandbox\.pool\.reuse: [^\n]*read_only_root"):
+        await open_provider(SandboxConfig(spec=spec, pool=PoolConfig(reuse="reset")), say=said.append)
+    pool = PoolConfig(max_memory_bytes=1)
+    with pytest.raises(ConfigError, match=r"^sandbox\.pool\.max_memory_bytes: "):
+        await open_provider(SandboxConfig(pool=pool), say=said.append)
+    assert said == []
 
 
 async def test_auto_without_an_engine_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

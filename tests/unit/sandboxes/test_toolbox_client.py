@@ -3,11 +3,12 @@
 import asyncio
 import json
 import struct
+from collections.abc import AsyncIterator
 
 import pytest
 
 from driftgym.errors import SandboxError
-from driftgym.sandboxes.toolbox_client import ToolboxClient
+from driftgym.sandboxes.toolbox_client import INPUT_WINDOW_BYTES, StartError, ToolboxClient
 
 HEADER = struct.Struct(">II")
 
@@ -112,3 +113,102 @@ async def test_cancelled_call_has_the_box_kill_what_it_started() -> None:
     request, _ = request_of(stream.written[-1])
     assert (request["op"], request["key"]) == ("kill", 1)
     stream.client.feed(frame({"id": 1}))
+
+
+async def test_long_input_goes_in_parts_as_far_as_credit_goes() -> None:
+    stream = Stream()
+    call = asyncio.ensure_future(stream.client.call("exec", bytes(1_000_000), timeout_s=5))
+    await asyncio.sleep(0.05)
+    requests = [request_of(data) for data in stream.written]
+    assert (requests[0][0]["more"], requests[0][1]) == (True, b"")
+    assert sum(len(payload) for _, payload in requests) == INPUT_WINDOW_BYTES
+    stream.client.feed(frame({"event": "credit", "key": 1, "num_bytes": 10_000_000}))
+    await asyncio.sleep(0.05)
+    requests = [request_of(data) for data in stream.written]
+    assert sum(len(payload) for _, payload in requests) == 1_000_000
+    assert requests[-1][0] == {"op": "input", "key": 1, "end": True}
+    stream.client.feed(frame({"id": 1}))
+    await call
+
+
+@pytest.mark.parametrize(
+    "message", [{"event": "credit", "key": 1, "num_bytes": -1}, {"id": 1}], ids=["unread", "ended"]
+)
+async def test_input_that_nothing_reads_is_given_up(message: dict[str, object]) -> None:
+    stream = Stream()
+    call = asyncio.ensure_future(stream.client.call("exec", bytes(1_000_000), timeout_s=5))
+    await asyncio.sleep(0.05)
+    stream.client.feed(frame(message))
+    stream.client.feed(frame({"id": 1}))
+    await call
+    assert sum(len(data) for data in stream.written) < INPUT_WINDOW_BYTES + 2000
+
+
+async def test_source_that_fails_ends_the_call_and_the_command() -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"x"
+        raise OSError("no such disk")
+
+    stream = Stream()
+    with pytest.raises(OSError, match="no such disk"):
+        await stream.client.call("upload", broken(), timeout_s=5)
+    assert request_of(stream.written[-1])[0]["op"] == "kill"
+
+
+async def test_parts_are_put_before_the_end_of_each_output() -> None:
+    stream = Stream()
+    call = asyncio.ensure_future(stream.client.call("exec", timeout_s=5, max_output_bytes=100))
+    await asyncio.sleep(0)
+    for which, data in ((1, b"a"), (2, b"x"), (1, b"b")):
+        stream.client.feed(frame({"event": "part", "id": 1, "which": which}, data))
+    stream.client.feed(frame({"id": 1, "num_stdout": 1}, b"cy"))
+    answer = await call
+    assert (answer.payload, answer.fields["num_stdout"]) == (b"abcxy", 3)
+
+
+async def test_more_output_than_asked_for_loses_the_box() -> None:
+    stream = Stream()
+    call = asyncio.ensure_future(stream.client.call("exec", timeout_s=5, max_output_bytes=100))
+    await asyncio.sleep(0)
+    for _ in range(10):
+        stream.client.feed(frame({"event": "part", "id": 1, "which": 1}, bytes(1_000_000)))
+    with pytest.raises(SandboxError, match="more output"):
+        await call
+
+
+async def test_request_that_is_too_long_is_refused_and_the_box_stays() -> None:
+    stream = Stream()
+    with pytest.raises(StartError, match="too long"):
+        await stream.client.call("exec", timeout_s=5, argv=["x" * 10_000_000])
+    with pytest.raises(StartError, match="too long"):
+        await stream.client.call("ask", bytes(10_000_000), timeout_s=5)
+    assert not stream.written
+    assert not stream.client.is_lost
+
+
+async def test_owner_says_that_it_lives_while_the_box_is_there() -> None:
+    stream = Stream()
+    stream.client = ToolboxClient(name="box", write=stream.written.append, dead_man_s=0.04)
+    await asyncio.sleep(0.1)
+    assert not stream.written
+    stream.client.feed(frame({"event": "ready"}))
+    await asyncio.sleep(0.1)
+    assert {request_of(data)[0]["op"] for data in stream.written} == {"beat"}
+    stream.client.lose("gone")
+    num_written = len(stream.written)
+    await asyncio.sleep(0.05)
+    assert len(stream.written) == num_written
+
+
+async def test_relay_s_words_go_to_whoever_takes_them() -> None:
+    stream = Stream()
+    stream.client.feed(frame({"event": "relay_open", "conn": 1}))
+    heard: list[tuple[object, bytes]] = []
+    stream.client.on_relay = lambda message, payload: heard.append((message, payload))
+    stream.client.feed(frame({"event": "relay_data", "conn": 1}, b"GET"))
+    assert heard == [({"event": "relay_data", "conn": 1}, b"GET")]
+    stream.client.post({"op": "relay_close", "conn": 1})
+    assert request_of(stream.written[-1])[0] == {"op": "relay_close", "conn": 1}
+    stream.client.lose("gone")
+    stream.client.post({"op": "relay_close", "conn": 1})
+    assert len(stream.written) == 1

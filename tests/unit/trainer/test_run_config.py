@@ -58,6 +58,10 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         (["agent.top_p=0.9"], "agent.top_p must be 1"),
         (["agent.temperature=0"], "agent.temperature must be above 0"),
         (["agent.max_context_tokens=4096"], "above generator.max_context_tokens"),
+        (["sandbox.pool.max_boxes=127"], "sandbox.pool.max_boxes: 127 is below the 128 boxes in use at once"),
+        (["trainer.max_in_flight_groups=33"], "trainer.max_in_flight_groups x group_size = 264 episodes play at once"),
+        (["sandbox.pool.max_memory_bytes=1000000000"], "sandbox.pool.max_memory_bytes: 1000000000 is below"),
+        (["sandbox.pool.reuse=reset", "sandbox.spec.read_only_root=false"], "sandbox.pool.reuse: reset does not go"),
         (["name=a/b"], "name"),
     ],
 )
@@ -67,6 +71,11 @@ def test_what_does_not_go_together_is_one_clear_line(tmp_path: Path, overrides: 
     assert message in str(caught.value)
     assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pool_of_just_enough_boxes_is_taken(tmp_path: Path) -> None:
+    memory = f"sandbox.pool.max_memory_bytes={128 * 256 * 1024 * 1024}"
+    assert load(tmp_path, "sandbox.pool.max_boxes=128", memory).num_slots == 128
 
 
 def test_the_bound_on_publications_at_the_limit_and_one_beyond(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ async def test_a_request_goes_where_its_version_is():
     waiting = asyncio.create_task(ask(pool, "s", min_policy_version=2))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await pool.update_weights(weights(2), drain=False, timeout_s=5)
+    await pool.update_weights(weights(2), mode="in_flight", timeout_s=5)
     assert pool.min_version == 2
     assert (await waiting).policy_versions.tolist() == [2, 2, 2]
     with pytest.raises(GeneratorError, match="version 3"):
@@ -156,7 +156,7 @@ async def test_the_last_engine_is_replaced_once_and_the_requests_go_on():
     events = Events()
     pool = GeneratorPool([first], policy_version=0, restart=restart, max_restarts=1, on_event=events)
     assert pool.latest_update is None
-    await pool.update_weights(weights(4), drain=False, timeout_s=5)
+    await pool.update_weights(weights(4), mode="in_flight", timeout_s=5)
     assert pool.latest_update == weights(4)
     tasks = [asyncio.create_task(ask(pool, f"s{index}", request_id=f"{index}")) for index in range(8)]
     await asyncio.sleep(0.03)
@@ -254,7 +254,7 @@ async def test_a_replacement_with_old_weights_is_brought_up():
         return second
 
     pool = GeneratorPool([first], policy_version=0, restart=restart)
-    await pool.update_weights(weights(3), drain=False, timeout_s=5)
+    await pool.update_weights(weights(3), mode="in_flight", timeout_s=5)
     first.kill()
     assert (await ask(pool, min_policy_version=3)).policy_versions.tolist() == [3, 3, 3]
 
@@ -264,7 +264,7 @@ async def test_an_engine_that_misses_an_update_is_taken_out(caplog):
     pool = GeneratorPool(members, policy_version=0)
     members[0].fail_next()
     with caplog.at_level(logging.WARNING):
-        await pool.update_weights(weights(1), drain=False, timeout_s=5)
+        await pool.update_weights(weights(1), mode="in_flight", timeout_s=5)
     assert "taken out" in caplog.text
     assert pool.min_version == 1
     for index in range(4):
@@ -272,7 +272,7 @@ async def test_an_engine_that_misses_an_update_is_taken_out(caplog):
     assert not members[0].requests
     members[1].fail_next()
     with pytest.raises(GeneratorError, match="no generator is left"):
-        await pool.update_weights(weights(2), drain=False, timeout_s=5)
+        await pool.update_weights(weights(2), mode="in_flight", timeout_s=5)
 
 
 async def test_pause_abort_and_close_reach_all():

@@ -42,7 +42,7 @@ async def test_weights_change_between_two_tokens():
     task = asyncio.create_task(ask(generator))
     await asyncio.sleep(0.04)
     update = WeightUpdate(policy_version=5, incarnation=0, location="/w", checksum="sha256:0")
-    await generator.update_weights(update, drain=False, timeout_s=1)
+    await generator.update_weights(update, mode="in_flight", timeout_s=1)
     versions = (await task).policy_versions.tolist()
     assert versions == sorted(versions)
     assert set(versions) == {0, 5}

@@ -151,7 +151,7 @@ async def test_an_update_without_pause_drains(model_of, engine_of, served, save_
         tasks = [asyncio.create_task(ask(index)) for index in range(4)]
         await until(lambda: engine.num_running == 2)
         update = WeightUpdate(policy_version=1, incarnation=1, location=str(folder), checksum="sha256:0")
-        await generator.update_weights(update, drain=True, timeout_s=30)
+        await generator.update_weights(update, mode="drain", timeout_s=30)
         versions = [set((await task).policy_versions.tolist()) for task in tasks]
         assert sorted(map(min, versions)) == [0, 0, 1, 1]
         assert all(len(version) == 1 for version in versions)

@@ -186,7 +186,7 @@ async def test_one_version_for_all_is_taken_unless_it_changed_meanwhile():
         stub.delay_s = 0.3
         task = asyncio.create_task(ask(client))
         await asyncio.sleep(0.1)
-        await client.update_weights(weights(4), drain=False, timeout_s=5)
+        await client.update_weights(weights(4), mode="in_flight", timeout_s=5)
         with pytest.raises(GeneratorError, match="changed"):
             await task
 
@@ -197,7 +197,7 @@ async def test_one_version_for_all_is_refused_of_a_request_that_was_sent_within_
     del stub.answer["meta_info"]["weight_versions"]
     stub.update_s = 0.4
     async with stub.client() as client:
-        updating = asyncio.create_task(client.update_weights(weights(4), drain=True, timeout_s=5))
+        updating = asyncio.create_task(client.update_weights(weights(4), mode="drain", timeout_s=5))
         await asyncio.sleep(0.1)
         with pytest.raises(GeneratorError, match="changed"):
             await ask(client)  # answered within it
@@ -226,9 +226,9 @@ async def test_an_update_drops_cached_prefixes_before_the_next_request():
     stub = StubEngine()
     async with stub.client() as client:
         for version in (4, 5):
-            await client.update_weights(weights(version), drain=False, timeout_s=5)
+            await client.update_weights(weights(version), mode="in_flight", timeout_s=5)
             await ask(client)
-        await client.update_weights(weights(6), drain=True, timeout_s=5)
+        await client.update_weights(weights(6), mode="drain", timeout_s=5)
     in_flight = ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"]
     assert stub.paths() == [*in_flight, *in_flight, "/update_weights_from_disk"]
     updates = [body for path, body in stub.calls if path == "/update_weights_from_disk"]
@@ -247,7 +247,7 @@ async def test_an_update_that_failed_is_said_and_decoding_goes_on(how):
     stub.takes_updates = how != "did nothing"
     async with stub.client() as client:
         with pytest.raises(GeneratorError):
-            await client.update_weights(weights(4, 2 if how == "another life" else 1), drain=False, timeout_s=5)
+            await client.update_weights(weights(4, 2 if how == "another life" else 1), mode="in_flight", timeout_s=5)
     if how != "another life":
         assert stub.paths()[-1] == "/continue_generation"
 
@@ -256,7 +256,7 @@ async def test_who_paused_it_is_who_resumes_it():
     stub = StubEngine()
     async with stub.client() as client:
         await client.pause()
-        await client.update_weights(weights(4), drain=False, timeout_s=5)
+        await client.update_weights(weights(4), mode="in_flight", timeout_s=5)
         assert "/continue_generation" not in stub.paths()
         await client.resume()
     assert stub.paths()[-1] == "/continue_generation"
@@ -303,7 +303,7 @@ async def test_closing_fails_all_that_is_under_way_and_all_that_waits():
         await client.health()
         requests = [asyncio.create_task(ask(client, request_id=str(index))) for index in range(6)]
         updates = [
-            asyncio.create_task(client.update_weights(weights(4), drain=True, timeout_s=20)) for index in range(20)
+            asyncio.create_task(client.update_weights(weights(4), mode="drain", timeout_s=20)) for index in range(20)
         ]
         await asyncio.sleep(0.2)
         await client.close()

@@ -1,0 +1,273 @@
+"""The toolbox's children: forked ahead, they wait for a request, give up every right and do what it asks.
+
+Runs inside the box, beside `toolbox`: standard library only, Python 3.8 and later.
+
+To fork a Python process takes longer than most commands. So one child, the spare, is forked before it is needed: it has
+its pipes, its session and its place before the memory killer already, and waits, still as root, where no process of
+the agent's can reach it. It gives up its rights when its request has come, since they carry the request's tag.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from driftgym.sandboxes.toolbox_files import clean_up, read_file, write_file
+from driftgym.sandboxes.toolbox_system import (
+    GROUP_BASE,
+    READ_BYTES,
+    TAG_NAME,
+    read_path,
+    resolve_path,
+    send_signal,
+    signal,
+)
+from driftgym.sandboxes.toolbox_tree import pack, unpack
+from driftgym.sandboxes.toolbox_wire import decode
+
+TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "fsize": resource.RLIMIT_FSIZE, "data": resource.RLIMIT_DATA}
+MAX_SPARE_TEXT_BYTES = 32 * 1024
+"""A longer request would not fit into the pipe at once, and gets a child that knows it already."""
+CONTROL, REPORT = 3, 4
+CANNOT_START = 127
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+CAPABILITY_VERSION = 0x20080522
+
+
+class Forker:
+    """Starts children; keeps one ahead."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.libc = load_libc() if settings.get("is_local") or settings["uid"] == 0 else None
+        self.spare_pid = 0  # 0 when there is none
+        self.spare_fds: list[int] = []  # where its request goes; its standard input, output, error
+        if settings.get("is_local") and self.libc is not None:
+            self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # every orphan below becomes a child
+
+    def prepare(self) -> None:
+        """Forks a child ahead, if there is none and one is to be had."""
+        if self.spare_pid:
+            return
+        try:
+            self.spare_pid, self.spare_fds = self.fork(b"")
+        except OSError:
+            self.spare_pid = 0
+
+    def start(self, text: bytes) -> tuple[int, list[int]]:
+        """A child that does what the request `text` asks, and the ends of its standard input, output and error.
+
+        Raises OSError when no process, or no pipe, is to be had.
+        """
+        if self.spare_pid and len(text) <= MAX_SPARE_TEXT_BYTES:
+            pid, fds = self.spare_pid, self.spare_fds
+            self.spare_pid, self.spare_fds = 0, []
+            try:
+                os.write(fds[0], text)
+                return pid, fds[1:]
+            except OSError:  # the memory killer has taken it
+                for fd in fds[1:]:
+                    os.close(fd)
+            finally:
+                os.close(fds[0])
+        pid, fds = self.fork(text)
+        os.close(fds[0])
+        return pid, fds[1:]
+
+    def drop(self) -> None:
+        """Ends the spare."""
+        if self.spare_pid:
+            send_signal(self.spare_pid, signal.SIGKILL)
+            self.forget()
+
+    def forget(self) -> None:
+        """The spare has ended."""
+        for fd in self.spare_fds:
+            os.close(fd)
+        self.spare_pid, self.spare_fds = 0, []
+
+    def fork(self, text: bytes) -> tuple[int, list[int]]:
+        """A child that waits for its request, unless it is `text`. Raises OSError when none is to be had."""
+        ends: list[int] = []
+        try:
+            for _ in range(4):
+                ends += os.pipe()
+            pid = os.fork()
+        except OSError:
+            for fd in ends:
+                os.close(fd)
+            raise
+        if pid == 0:
+            self.be_child(ends, text)
+        for fd in (ends[0], ends[2], ends[5], ends[7]):
+            os.close(fd)
+        return pid, [ends[1], ends[3], ends[4], ends[6]]
+
+    def be_child(self, ends: list[int], text: bytes) -> NoReturn:
+        """The life of a child."""
+        code = CANNOT_START
+        try:
+            parent = os.getppid()
+            signal.set_wakeup_fd(-1)  # it is the toolbox's: a signal to this process must not look like one to that
+            for number in (signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            take_pipes([ends[2], ends[5], ends[7], ends[0]])
+            os.setsid()
+            if self.settings.get("is_local") and self.libc is not None:
+                self.libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+                if os.getppid() != parent:
+                    os._exit(code)
+            # While still root: of this box, the kernel shall kill the agent's processes for memory, not the toolbox.
+            write_path("/proc/self/oom_score_adj", b"1000")
+            limit_resources(self.settings["limits"])
+            text = text or read_request()
+            if text:
+                code = self.serve(decode(text))
+        except OSError as error:
+            os.write(REPORT, f"{error.filename or 'cannot start'}: {error.strerror}".encode("utf-8", "replace"))
+        except BaseException as error:
+            os.write(REPORT, repr(error).encode("utf-8", "replace"))
+        finally:
+            os._exit(code)
+
+    def serve(self, request: dict[str, Any]) -> int:
+        """Gives up every right, and does what is asked. Raises OSError when that cannot be begun."""
+        settings = self.settings
+        if request["op"] == "spawn":  # its standard error is dropped, and its third pipe tells whether it started
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if settings["uid"] is not None:
+            os.setgroups([GROUP_BASE + request["id"]])
+            os.setgid(settings["gid"])
+            os.setuid(settings["uid"])
+        if settings["uid"] == 0 and self.libc is not None:
+            keep_capabilities(self.libc, settings.get("root_capabilities", ()))
+        os.chdir(resolve_path(settings["work_dir"], request.get("cwd", "/")))
+        return BODIES[request["op"]](settings, request)
+
+
+def take_pipes(ends: list[int]) -> None:
+    """Makes `ends` standard input, output and error, where requests come from, and where reports go; closes the rest.
+
+    What belongs to other commands would keep their pipes open.
+    """
+    for number, fd in enumerate(ends[:3]):
+        os.dup2(fd, number)
+    os.dup2(ends[3], CONTROL, inheritable=False)
+    os.dup2(2, REPORT, inheritable=False)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > REPORT:
+            try:  # noqa: SIM105 (contextlib costs milliseconds at each start)
+                os.close(int(name))
+            except OSError:  # that of the listing itself
+                pass
+
+
+def read_request() -> bytes:
+    """What comes until the toolbox closes its end; empty when that gives this child up, or has ended."""
+    text = b""
+    while True:
+        data = os.read(CONTROL, READ_BYTES)
+        if not data:
+            return text
+        text += data
+
+
+def environment(settings: dict[str, Any], request: dict[str, Any]) -> dict[str, str]:
+    """What a command is given."""
+    variables = {
+        "LANG": "C.UTF-8",
+        **os.environ,
+        "HOME": settings["work_dir"],
+        "TMPDIR": settings["tmp_dir"],
+    }
+    port = settings.get("egress_port")
+    if port is not None:
+        url = f"http://127.0.0.1:{port}"
+        variables.update(dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), url))
+        variables["no_proxy"] = "localhost,127.0.0.1"
+    variables.update(request.get("env", {}))
+    variables[TAG_NAME] = settings.get("box_tag", "") + str(request["id"])
+    return variables
+
+
+def replace_process(settings: dict[str, Any], request: dict[str, Any]) -> int:
+    """Becomes the program. Raises OSError, with the program as file name, when it cannot be started."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and programs would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    argv, variables = request["argv"], environment(settings, request)
+    program = argv[0]
+    # Not os.execvpe, which imports a module at its first use: that takes longer than all the rest.
+    folders = [""] if "/" in program else variables.get("PATH", os.defpath).split(":")
+    reason = OSError(2, "No such file or directory")
+    for folder in folders:
+        try:
+            os.execve(os.path.join(folder, program), argv, variables)
+        except OSError as error:
+            if error.errno not in (2, 20) or len(folders) == 1:  # no such file; not a folder
+                reason = error
+    raise OSError(reason.errno, reason.strerror, program) from None
+
+
+def limit_resources(limits: dict[str, int]) -> None:
+    """Sets hard limits, never above those that hold already."""
+    for name, limit in limits.items():
+        hard = resource.getrlimit(LIMITS[name])[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(LIMITS[name], (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def load_libc() -> Any:
+    """The C library, for what Python has no function for; None where it cannot be had."""
+    try:
+        import ctypes
+
+        return ctypes.CDLL(None, use_errno=True)
+    except (ImportError, OSError):
+        return None
+
+
+def keep_capabilities(libc: Any, numbers: list[int]) -> None:
+    """Gives up every other capability. Under no-new-privileges, no program that root starts takes one back.
+
+    Raises OSError when that cannot be done.
+    """
+    import struct
+
+    status = read_path("/proc/self/status").split()
+    kept = int(status[status.index(b"CapPrm:") + 1], 16) & sum(1 << number for number in numbers)
+    low, high = kept & 0xFFFFFFFF, kept >> 32
+    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    sets = struct.pack("<6I", low, low, 0, high, high, 0)
+    if libc.capset(struct.pack("<Ii", CAPABILITY_VERSION, 0), sets) != 0:
+        raise OSError(1, "the capabilities of root cannot be given up")
+
+
+def write_path(path: str, data: bytes) -> None:
+    """Writes to a file of /proc."""
+    fd = os.open(path, os.O_WRONLY)
+    os.write(fd, data)
+    os.close(fd)
+
+
+def in_box(settings: dict[str, Any], request: dict[str, Any]) -> str:
+    """The path of a request, in this box."""
+    return resolve_path(settings["work_dir"], request["path"])
+
+
+BODIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], int]] = {
+    "exec": replace_process,
+    "spawn": replace_process,
+    "read": lambda settings, request: read_file(in_box(settings, request), request["max_output_bytes"]),
+    "write": lambda settings, request: write_file(in_box(settings, request)),
+    "upload": lambda settings, request: unpack(in_box(settings, request)),
+    "download": lambda settings, request: pack(in_box(settings, request), request["max_bytes"], request["max_files"]),
+    "reset": lambda settings, request: clean_up(settings["roots"]),
+}
