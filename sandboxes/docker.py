@@ -73,10 +73,11 @@ class DockerSandbox(ToolboxSandbox):
         command = container_command(settings)
         try:
             container = await Container.start(
-                engine, spec, image=image.name, image_info=image, command=command, labels=labels
+                engine, spec, image=image.name, image_info=image, command=command.argv, labels=labels
             )
         except CannotStartError as error:
             raise _start_error(image.name, str(error)) from None
+        container.stream.write(command.program)
         box = cls._serve(container, spec)
         try:
             await box._client.wait_ready()

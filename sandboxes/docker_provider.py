@@ -12,7 +12,7 @@ from driftgym.sandboxes.docker_engine import Engine, ImageInfo
 from driftgym.sandboxes.engine_sandbox import EngineSandbox
 from driftgym.sandboxes.images import resolve_image
 
-_MAX_CONCURRENT_STARTS = 4
+_MAX_CONCURRENT_STARTS = 8
 """More at once make each slower, and none sooner, on an engine of few cores."""
 DockerBox = DockerSandbox | EngineSandbox
 

@@ -351,7 +351,9 @@ def _words(reason: bytes) -> str:
     text = reason.decode("utf-8", "replace").strip().removesuffix(": unknown")
     while match := _PREFIX.match(text):
         text = text[match.end() :]
-    return text or "the engine could not start it"
+    if not text or "init-p" in text:  # the engine's program has ended within the box
+        return f"no process, or no memory, is to be had to start it ({text or 'no reason given'})"
+    return text
 
 
 def late_reason(state: ExecState, *, stdout: bytes | bytearray, stderr: bytes | bytearray) -> str | None:

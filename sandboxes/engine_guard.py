@@ -26,7 +26,7 @@ limit=
 read -t 1 n 2>/dev/null </dev/null
 [ $? -lt 2 ] && limit="-t $1"
 shift
-chmod 1777 "$@"  # some engines give a tmpfs the permissions of the folder that it covers
+chmod 1777 "$@" 2>/dev/null  # some engines give a tmpfs the permissions of the folder that it covers
 group_of() {
   group=
   while read -r key value rest; do

@@ -26,7 +26,7 @@ _MIN_OPEN_FILES = 16
 
 
 class EngineSandbox:
-    """A container as `DockerSandbox` makes it, for an image of which nothing is asked but /bin/sh, cat, head, ls,
+    """A container as `DockerSandbox` makes it, for an image of which nothing is asked but /bin/sh, cat, head,
     mkdir, rm, chmod, find, mv and tar, as busybox has them. See `Sandbox`.
 
     What is slower or weaker than with the toolbox:
@@ -38,13 +38,12 @@ class EngineSandbox:
     - A line process that closes its output is found at the deadline of a question.
     - `oom_killed` says that the memory limit killed a process of the box during the command, of whichever command.
       All processes are alike to the kernel then: it may choose the main process, and the box is gone.
-    - While a command starts, some threads of the engine's program count within the limits of the box.
+    - While a command starts, some ten threads of the engine's program count within the limits of the box, so that
+      `max_pids` is 20 at least.
     - In a shell without `read -t` (dash) the dead-man timer is the end of the connection alone.
     - /work belongs to root, and everybody may write there: what the agent's user owns could keep extended attributes
       and times past a reset, which these tools cannot see. (Some programs, as git, want to own the folder they work in:
       give them one below it.)
-    - gVisor tells no group of a process: with its runtime, what a command left in the background is found by `reset`
-      and `close`, not at the command's deadline.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class EngineSandbox:
 def _adapt(body: dict[str, Any], spec: SandboxSpec) -> None:
     """Changes the settings of a container to those of a box without a toolbox."""
     host = body["HostConfig"]
-    host["PidsLimit"] = spec.max_pids + _NUM_OWN_PIDS + NUM_STARTS * _NUM_START_PIDS
+    host["PidsLimit"] = max(host["PidsLimit"], _NUM_OWN_PIDS + NUM_STARTS * _NUM_START_PIDS)
     for limit in host["Ulimits"]:
         if limit["Name"] == "nofile":  # commands inherit it, where the toolbox sets their own
             limit["Soft"] = limit["Hard"] = max(spec.max_open_files, _MIN_OPEN_FILES)

@@ -36,18 +36,20 @@ CANNOT_READ = 66
 """The exit code for what is not there, or not for the agent's user."""
 
 CLEAN_SCRIPT = r"""
-# `rm` of some boxes takes whole paths, which the kernel bounds: what lies deeper is brought up. Folders may be locked.
+# `rm` and `find` of some boxes take whole paths and a file descriptor a level, which the kernel bounds: what lies
+# deeper is brought up. Folders may be locked.
+# No list of names is a word of the shell: they may be many, and hold anything.
+is_empty() { [ -z "$(find "$1" -mindepth 1 -maxdepth 1 -exec echo x {} + 2>&1)" ]; }
 empty() {
   cd "$1" || return 1
   round=0
-  while :; do
-    [ -z "$(ls -A .)" ] && return 0
-    chmod -R u+rwx ./* ./.[!.]* ./..?* 2>/dev/null
-    rm -rf ./* ./.[!.]* ./..?* 2>/dev/null
-    [ -z "$(ls -A .)" ] && return 0
+  until is_empty .; do
+    find . -mindepth 1 -maxdepth 1 ! -type l -exec chmod -R u+rwx {} + 2>/dev/null
+    find . -mindepth 1 -maxdepth 1 -exec rm -rf {} + 2>/dev/null
+    is_empty . && return 0
     round=$((round+1))
     [ $round -gt 500 ] && return 1
-    for depth in 400 12; do
+    for depth in 100 12; do
       find . -mindepth $depth -maxdepth $depth -type d -exec sh -c '
         round=$1; shift
         for folder; do count=$((count+1)); mv "$folder" "./up.$round.$$.$count"; done' sh $round.$depth {} + 2>/dev/null
@@ -56,10 +58,12 @@ empty() {
   done
 }
 for folder; do
+  [ -d "$folder" ] || continue
   empty "$folder" || { echo "$folder is not empty" >&2; exit 1; }
 done
 for folder; do
-  [ -z "$(ls -A "$folder" 2>&1)" ] || { echo "$folder is not empty" >&2; exit 1; }
+  [ -d "$folder" ] || continue
+  is_empty "$folder" || { echo "$folder is not empty" >&2; exit 1; }
 done
 for table in /proc/sysvipc/shm /proc/sysvipc/sem /proc/sysvipc/msg; do
   [ -r $table ] || continue

@@ -10,7 +10,7 @@ from driftgym.sandboxes.pool_box import LeaseTerms, PooledSandbox, Reuse
 from driftgym.sandboxes.pool_state import PoolStats
 from driftgym.sandboxes.pool_stock import Stock
 
-_MAX_CONCURRENT_STARTS = 4
+_MAX_CONCURRENT_STARTS = 8
 """More at once make each slower, and none sooner, on an engine of few cores."""
 
 

@@ -87,4 +87,4 @@ def install_filter() -> bool:
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
     # PR_SET_NO_NEW_PRIVS, without which PR_SET_SECCOMP needs a right that nobody has here.
-    return prctl(38, 1, 0, 0, 0) == 0 and prctl(22, 2, ctypes.addressof(head), 0, 0) == 0
+    return bool(prctl(38, 1, 0, 0, 0) == 0 and prctl(22, 2, ctypes.addressof(head), 0, 0) == 0)

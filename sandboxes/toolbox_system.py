@@ -30,6 +30,8 @@ OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oo
 KILL_WAIT_S = 5.0
 KILL_PAUSE_S = 0.0005
 ENDED = (b"Z", b"X")
+NUM_THREADS_AT = 17
+"""Field 20 of /proc/PID/stat, counted from the state."""
 MAX_STOP_ROUNDS = 100
 
 
@@ -69,7 +71,7 @@ def process_table() -> dict[int, int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             fields = process_fields(int(name))
-            if fields[0] not in ENDED:
+            if not has_ended(fields):
                 table[int(name)] = int(fields[1])
     return table
 
@@ -84,7 +86,7 @@ def processes_below(pid: int) -> dict[int, int]:
     while pending:
         parent = pending.pop()
         for child in children_of(parent):
-            if child not in found and process_fields(child)[0] not in ENDED:
+            if child not in found and not has_ended(process_fields(child)):
                 found[child] = parent
                 pending.append(child)
     return found
@@ -102,6 +104,11 @@ def children_of(pid: int) -> list[int]:
 def process_fields(pid: int) -> list[bytes]:
     """State, parent and so on from /proc/PID/stat; a process that has ended is a zombie here."""
     return read_path(f"/proc/{pid}/stat").rpartition(b")")[2].split() or [b"Z", b"0"]
+
+
+def has_ended(fields: list[bytes]) -> bool:
+    """True of a zombie, and not of a process whose first thread has ended while others run on."""
+    return fields[0] in ENDED and (len(fields) <= NUM_THREADS_AT or int(fields[NUM_THREADS_AT]) <= 1)
 
 
 def descendants(table: dict[int, int], roots: set[int]) -> set[int]:
@@ -195,14 +202,19 @@ class ProcessTrees:
         return table
 
     def tree_of(self, key: int, root: int, other_roots: set[int]) -> set[int]:
-        """What came from `root`; of a local box also orphans that hide where they came from."""
+        """What came from `root`, and what hides where it came from: of a local box orphans; of a container whatever
+        has shed its groups, which takes a kernel that gives away user namespaces (gVisor's)."""
         table = self.all_processes()
         found = {root} & set(table)
         for pid in set(table) - other_roots:
             tag = self.tag_of(pid)
-            if tag == key or (tag is None and table[pid] == os.getpid()):
+            if tag == key or (tag is None and self.may_hide(table[pid])):
                 found.add(pid)
         return (found | descendants(table, found)) - other_roots
+
+    def may_hide(self, parent: int) -> bool:
+        """True when a process of no command may be one that hides; what came in from outside has no parent here."""
+        return parent == os.getpid() if self.is_local else parent != 0
 
     def tag_of(self, pid: int) -> int | None:
         """The command that a process came from; None when it cannot be told."""
@@ -210,7 +222,8 @@ class ProcessTrees:
             return tag_in_environment(pid, self.box_tag)
         for line in read_path(f"/proc/{pid}/status").split(b"\n"):
             if line.startswith(b"Groups:") and line.split()[1:]:
-                return int(line.split()[-1]) - GROUP_BASE
+                tag = int(line.split()[-1]) - GROUP_BASE
+                return tag if tag >= 0 else None
         return None
 
 

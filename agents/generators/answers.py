@@ -138,7 +138,14 @@ def empty_completion(request_id: str) -> Completion:
     )
 
 
-def parse_scores(reply: Mapping[str, Any], *, token_ids: Sequence[int], num_given: int, incarnation: int) -> Scores:
+def parse_scores(
+    reply: Mapping[str, Any],
+    *,
+    token_ids: Sequence[int],
+    num_given: int,
+    incarnation: int,
+    vocab_size: int | None,
+) -> Scores:
     """The log-probs in a reply of `/generate` that samples nothing.
 
     Args:
@@ -146,6 +153,7 @@ def parse_scores(reply: Mapping[str, Any], *, token_ids: Sequence[int], num_give
         token_ids: [L] what was asked about.
         num_given: tokens at its start that are not scored.
         incarnation: the life whose weights are taken.
+        vocab_size: of the model; None when it is not known.
 
     Raises:
         GeneratorError: it is not what an engine answers, or of unknown or foreign weights.
@@ -153,7 +161,13 @@ def parse_scores(reply: Mapping[str, Any], *, token_ids: Sequence[int], num_give
     try:
         meta = reply["meta_info"]
         scored = list(token_ids[num_given:])
-        _, logprobs = _tokens(scored, meta["input_token_logprobs"][-len(scored) :], None)
+        # SGLang scores the vocabulary's last id as every other, and reports it as 0.
+        last_id = max(token_ids) if vocab_size is None else vocab_size - 1
+        pairs = [
+            (pair[0], token_id if token_id == last_id and pair[1] == 0 else pair[1])
+            for pair, token_id in zip(meta["input_token_logprobs"][-len(scored) :], scored, strict=True)
+        ]
+        _, logprobs = _tokens(scored, pairs, vocab_size)
         version = _policy_version(meta["weight_version"], incarnation)
         return Scores(logprobs=logprobs, version=WeightVersion(incarnation=incarnation, policy_version=version))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

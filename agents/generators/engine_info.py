@@ -44,6 +44,7 @@ class EngineInfo:
         self._knows_vocabulary = vocab_size is not None
         self._learning = asyncio.Lock()
         self._has_loads = True
+        self._decodes_ahead: bool | None = None  # a server's schedule stays as it was started
 
     async def vocab_size(self) -> int | None:
         """The model's vocabulary; None when nobody says. Asks once."""
@@ -91,8 +92,10 @@ class EngineInfo:
             GeneratorError: the engine decodes one step ahead of what it reports, so that an update which keeps the
                 KV cache makes the version of one token of each running request wrong.
         """
-        server = await self._http.get("/server_info")
-        if server.get("disable_overlap_schedule") is False:
+        if self._decodes_ahead is None:
+            server = await self._http.get("/server_info")
+            self._decodes_ahead = server.get("disable_overlap_schedule") is False
+        if self._decodes_ahead:
             raise GeneratorError(
                 f"{self._http.url}: cannot keep the KV cache over an update: it decodes one step ahead of what it "
                 f"reports; start it with --disable-overlap-schedule, or set generator.keep_kv to false"

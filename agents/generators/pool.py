@@ -1,26 +1,33 @@
-"""Several engines as one: where a request goes, what happens when an engine dies, and who has which weights.
+"""Several engines as one. `GeneratorPool` only wires; what it is made of:
 
-A session stays on one engine, where its prefix lies, while that one is not overloaded; a new session goes to the
-engine with the fewest requests under way, then to the one that was given the fewest so far. An engine that does not
-answer any more, or that fails to take weights, is taken out, which is reported; its requests are sent to another
-one, and `restart` is asked for a new one.
+`slices` runs a request slice after slice, `places` and `routing` say where, `parking` holds what has had its share of
+an iteration, `watch` finds out who lives, `roster` and `joining` know who belongs, `rolling` brings weights, `figures`
+tells how it all stands, and `wiring` puts these together.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from driftgym.agents.generators.base import Generator, GeneratorHealth, WeightUpdateMode, WeightVersion
-from driftgym.agents.generators.restarts import LOST, RESTARTED, Background, OnEvent, Restart, Restarts, close_quietly
-from driftgym.agents.generators.routing import Member, Router
+from driftgym.agents.generators.asks import Ask
+from driftgym.agents.generators.base import (
+    Generator,
+    GeneratorHealth,
+    GeneratorLoad,
+    Scores,
+    WeightUpdateMode,
+)
+from driftgym.agents.generators.restarts import OnEvent, Restart, close_quietly
+from driftgym.agents.generators.slices import SliceCounts
+from driftgym.agents.generators.watch import WatchOptions
+from driftgym.agents.generators.wiring import PoolOptions, PoolParts
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
 
 _LOGGER = logging.getLogger(__name__)
-_HEALTH_S = 5.0
+_REMOVE_S = 60.0
 
 
 def _log_event(_event: str, text: str) -> None:
@@ -28,13 +35,26 @@ def _log_event(_event: str, text: str) -> None:
 
 
 class GeneratorPool:
-    """Implements `Generator` over one or more engines; the module says where requests go and what becomes of a loss."""
+    """Implements `Generator` over one or more engines, which may come and go.
+
+    A session (an episode) stays on one engine, where its prefix lies, unless that one is overloaded, out, full or
+    being given weights; a new one goes to the engine with the fewest slices under way. See `Slicer` for what becomes
+    of requests whose engine dies, `Parking` for partial rollouts, `Weights` for updates.
+    """
 
     def __init__(
         self,
         generators: Sequence[Generator],
         *,
         policy_version: int,
+        came_with: WeightUpdate | None = None,
+        chunk_tokens: int | None = None,
+        iteration_tokens: int | None = None,
+        max_concurrency: int | None = None,
+        max_paused_share: float = 1.0,
+        max_parked_s: float = 1800.0,
+        idle_s: float = 1.0,
+        watch: WatchOptions | None = None,
         restart: Restart | None = None,
         restart_timeout_s: float = 60.0,
         max_restarts: int = 3,
@@ -43,48 +63,82 @@ class GeneratorPool:
         """Takes over the generators: `close` closes them.
 
         Args:
-            generators: one at least.
+            generators: one at least. They are named 0, 1, ...
             policy_version: of the weights that all of them have.
-            restart: called for each engine that is lost, again when it fails; None goes on without it.
-            restart_timeout_s: bounds one call of `restart`.
+            came_with: where those weights are, for engines that join before the first update.
+            chunk_tokens: the length of a slice; None asks for whole answers.
+            iteration_tokens: a request that got so many tokens in one iteration waits for the next; None: never.
+            max_concurrency: slices under way at one engine at most; more wait here, which counts as queued.
+            max_paused_share: of the engines, at most so many are given weights at once; one at least.
+            max_parked_s: a request waits at most so long for the next iteration, then goes on.
+            idle_s: so do all that wait when the engines have had nothing else to do for so long.
+            watch: how engines are watched; None takes the defaults.
+            restart: called for each of `generators` that is lost, again when it fails. None waits for lost ones to
+                come back.
+            restart_timeout_s: bounds one call of `restart`, and one engine's catching up with the weights.
             max_restarts: so many calls of `restart` in all; engines lost after them are not replaced.
-            on_event: told of every loss and replacement; by default they are logged.
+            on_event: told of every loss, return and replacement; by default they are logged.
         """
         if not generators:
             raise ValueError("a pool needs a generator")
-        self._names = map(str, itertools.count())
-        self._members = [Member(each, name=next(self._names), policy_version=policy_version) for each in generators]
-        self._num_places = len(generators)
-        self._latest_version = policy_version
-        self._latest_update: WeightUpdate | None = None
-        self._router = Router()
-        self._restart_timeout_s = restart_timeout_s
-        self._on_event = on_event
-        self._changed = asyncio.Event()
-        self._updating = asyncio.Lock()
-        self._restarts = Restarts(
-            restart,
-            timeout_s=restart_timeout_s,
+        options = PoolOptions(
+            policy_version=policy_version,
+            came_with=came_with,
+            chunk_tokens=chunk_tokens,
+            iteration_tokens=iteration_tokens,
+            max_concurrency=max_concurrency,
+            max_paused_share=max_paused_share,
+            max_parked_s=max_parked_s,
+            idle_s=idle_s,
+            watch=watch or WatchOptions(),
+            restart=restart,
+            restart_timeout_s=restart_timeout_s,
             max_restarts=max_restarts,
-            let_in=self._let_in,
             on_event=on_event,
-            on_end=self._changed.set,
         )
-        self._aside = Background(self._changed.set)
-        self._last_busy_s: dict[str, float] = {}
-        self._is_paused = False
-        self._is_closed = False
-        self.num_retried = 0  # requests that were sent to another engine after one failed
+        self._parts = PoolParts(options, on_change=self._settle)
+        self._changed = asyncio.Event()
+        self._orders = itertools.count()
+        self._asks: set[Ask] = set()
+        for each in generators:
+            self._parts.joining.begin_with(each, policy_version=policy_version, is_replaceable=restart is not None)
 
     @property
     def min_version(self) -> int:
         """The lowest version that the pool answers with from now on."""
-        return min((member.policy_version for member in self._members), default=self._latest_version)
+        return min(
+            (member.policy_version for member in self._parts.roster.present), default=self._parts.weights.latest_version
+        )
 
     @property
     def latest_update(self) -> WeightUpdate | None:
-        """The weights that the pool was given last; None when its generators still have those they came with."""
-        return self._latest_update
+        """The latest weights; None when the engines still have those that they came with, and nobody said which."""
+        return self._parts.weights.latest_update
+
+    @property
+    def latest_full(self) -> WeightUpdate | None:
+        """The latest weights that an engine can be started with; the pool brings it up from there when it joins."""
+        return self._parts.weights.latest_full
+
+    @property
+    def counts(self) -> SliceCounts:
+        """How often what happened to the slices, since the start."""
+        return self._parts.slicer.counts
+
+    @property
+    def num_retried(self) -> int:
+        """Slices that were lost with their engine, or failed there, and were asked for again."""
+        return self._parts.slicer.counts.num_retried
+
+    @property
+    def num_parked(self) -> int:
+        """How often a request was parked, since the start."""
+        return self._parts.parking.num_parked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The engines that answer requests; one that is out is not among them."""
+        return tuple(member.name for member in self._parts.roster.present)
 
     async def generate(
         self,
@@ -96,195 +150,138 @@ class GeneratorPool:
         deadline_s: float,
         min_policy_version: int = 0,
     ) -> Completion:
-        """As `Generator.generate`. Waits, by its deadline, for an engine that has the version."""
-        failed: list[Member] = []
-        error: GeneratorError | None = None
-        while True:
-            member = await self._choose(session_id, min_policy_version, failed, deadline_s, error)
-            member.num_running += 1
+        """As `Generator.generate`. Waits, by its deadline, for an engine that has the version and room.
+
+        With a seed, each slice is drawn with a seed of its own, made from it and the number of tokens so far; the
+        tokens are therefore other ones than those of the same request in one piece. `latency_s` is the sum of the
+        slices' own; a deadline moves by the time that its request was parked.
+        """
+        self._parts.watch.start()
+        ask = Ask(
+            prompt_token_ids,
+            sampling,
+            request_id=request_id,
+            session_id=session_id,
+            deadline_s=deadline_s,
+            min_policy_version=min_policy_version,
+            order=next(self._orders),
+        )
+        self._asks.add(ask)
+        try:
+            return await self._parts.slicer.run(ask)
+        finally:
+            self._asks.discard(ask)
+
+    async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> Scores:
+        """As `Generator.score`; an engine that fails is followed by another one."""
+        error = GeneratorError("no generator answers")
+        for member in sorted(self._parts.roster.present, key=lambda each: (each.is_updating, each.num_running)):
             try:
-                return await member.generator.generate(
-                    prompt_token_ids,
-                    sampling,
-                    request_id=request_id,
-                    session_id=session_id,
-                    deadline_s=deadline_s,
-                    min_policy_version=min_policy_version,
-                )
+                return await member.generator.score(token_ids, num_given=num_given, deadline_s=deadline_s)
             except GeneratorError as caught:
                 error = caught
-            finally:
-                member.num_running -= 1
-            failed.append(member)
-            if self._is_closed:
-                raise error
-            look = self._look_at(member, error)
-            if time.monotonic() >= deadline_s:
-                raise error
-            await asyncio.wait((look,))
-            self.num_retried += 1
-
-    async def _choose(
-        self,
-        session_id: str,
-        min_policy_version: int,
-        failed: Sequence[Member],
-        deadline_s: float,
-        error: GeneratorError | None,
-    ) -> Member:
-        """The engine for a request, waiting for one that has the version, or that is being started.
-
-        Raises:
-            GeneratorError: none is left, or none came by the deadline.
-        """
-        while True:
-            fit = [m for m in self._members if m.policy_version >= min_policy_version and m not in failed]
-            if fit:
-                return self._router.route(session_id, fit)
-            others = [m for m in self._members if m not in failed]
-            if self._is_closed or not (others or self._restarts.tasks.is_busy):
-                raise error or GeneratorError("no generator is left")
-            try:
-                await self._wait_for_change(deadline_s)
-            except TimeoutError:
-                raise error or GeneratorError(f"no generator came to version {min_policy_version} in time") from None
-
-    def _look_at(self, member: Member, error: GeneratorError) -> asyncio.Task[None]:
-        """Finds out whether an engine still lives, after a request that failed: one task for all that fail at once."""
-        if member.look is None or member.look.done():
-            member.look = self._aside.start(self._take_out_if_dead(member, error))
-        return member.look
-
-    async def _take_out_if_dead(self, member: Member, error: GeneratorError) -> None:
-        """An engine that does not say how it stands is gone."""
-        try:
-            async with asyncio.timeout(_HEALTH_S):
-                await member.generator.health()
-        except (GeneratorError, TimeoutError):
-            self._take_out(member, error)
-
-    def _take_out(self, member: Member, error: GeneratorError) -> None:
-        if member not in self._members:
-            return
-        self._members.remove(member)
-        self._on_event(LOST, f"generator {member.name} is taken out, {len(self._members)} are left: {error}")
-        self._aside.start(close_quietly(member.generator))
-        if not self._is_closed:
-            self._restarts.replace()
-        self._changed.set()
-
-    async def _let_in(self, generator: Generator) -> None:
-        """Makes it one of the pool, once it has the latest weights."""
-        async with self._updating:
-            version = (await generator.health()).version.policy_version
-            if version < self._latest_version:
-                if self._latest_update is None:
-                    raise GeneratorError(f"it has weights {version}, the others {self._latest_version}")
-                await generator.update_weights(self._latest_update, mode="in_flight", timeout_s=self._restart_timeout_s)
-                version = self._latest_version
-            is_paused = False
-            while is_paused != self._is_paused:  # which may change while the engine is told
-                is_paused = self._is_paused
-                await (generator.pause() if is_paused else generator.resume())
-            member = Member(generator, name=next(self._names), policy_version=version)
-            self._members.append(member)
-        self._on_event(RESTARTED, f"generator {member.name} joins in the place of a lost one, with weights {version}")
+                self._parts.watch.look(member, error)
+        raise error
 
     async def abort(self, request_id: str | None = None) -> None:
-        """As `Generator.abort`."""
-        await self._each(lambda member: member.generator.abort(request_id))
+        """As `Generator.abort`; also requests that wait or are parked return what they have."""
+        named = [ask for ask in self._asks if request_id in (None, ask.request_id)]
+        for ask in named:
+            ask.is_aborted = True
+            self._parts.places.wake(ask, GeneratorError("aborted"))
+            self._parts.parking.wake(ask)
+        await asyncio.gather(*(ask.under_way.hurry() for ask in named if ask.under_way is not None))
+
+    def next_iteration(self) -> None:
+        """Begins an iteration: requests that were parked go on, and each may get `iteration_tokens` more."""
+        self._parts.parking.next_iteration()
 
     async def pause(self) -> None:
-        """As `Generator.pause`."""
-        self._is_paused = True
-        await self._each(lambda member: member.generator.pause())
+        """As `Generator.pause`; new requests wait here."""
+        await self._parts.joining.pause()
 
     async def resume(self) -> None:
         """As `Generator.resume`."""
-        self._is_paused = False
-        await self._each(lambda member: member.generator.resume())
+        await self._parts.joining.resume()
 
     async def update_weights(
         self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
     ) -> None:
-        """Brings every engine to the version; one that fails is taken out, which is reported.
+        """Brings every engine to the version, a share of them at once; one that fails is out until it caught up.
+
+        Meanwhile new slices go to the other engines, and wait when there is none. With `drain` the requests that have
+        begun at an engine end there with the old weights, all their slices, parked ones excepted.
 
         Raises:
-            GeneratorError: none took the weights, and no new engine came in time.
+            GeneratorError: none took the weights, and none caught up or was started in time.
         """
+        self._parts.watch.start()
         deadline_s = time.monotonic() + timeout_s
-        async with self._updating:
-            self._latest_version, self._latest_update = update.policy_version, update
+        await self._parts.weights.update(update, mode=mode, keep_kv=keep_kv, deadline_s=deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                await self._until_one_is_in()
+        except TimeoutError:
+            outages = self._parts.roster.outages
+            raise GeneratorError(f"no generator has weights {update.policy_version} in time ({outages})") from None
 
-            async def bring(member: Member) -> None:
-                await member.generator.update_weights(update, mode=mode, keep_kv=keep_kv, timeout_s=timeout_s)
-                member.policy_version = update.policy_version
-                self._changed.set()
-
-            await self._each(bring)
-        await self._wait_for_a_member(deadline_s)
-
-    async def _each(self, call: Callable[[Member], Awaitable[None]]) -> None:
-        """Runs `call` on all engines at once, and takes out those on which it fails. Raises when none is left."""
-        members = list(self._members)
-        results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
-        for member, result in zip(members, results, strict=True):
-            if isinstance(result, GeneratorError):
-                self._take_out(member, result)
-            elif isinstance(result, BaseException):
-                raise result
-        if not (self._members or self._restarts.tasks.is_busy):
-            raise GeneratorError("no generator is left")
-
-    async def _wait_for_a_member(self, deadline_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            while not self._members and self._restarts.tasks.is_busy:
-                await self._wait_for_change(deadline_s)
-        if not self._members:
-            raise GeneratorError("no generator is left, and none could be started in time")
-
-    async def _wait_for_change(self, deadline_s: float) -> None:
-        self._changed.clear()
-        async with asyncio.timeout(deadline_s - time.monotonic()):
+    async def _until_one_is_in(self) -> None:
+        while not self._parts.roster.present:
+            self._parts.roster.check_any()
+            self._changed.clear()
             await self._changed.wait()
 
-    async def health(self) -> GeneratorHealth:
-        """The pool as one engine: the lowest version, sums of requests, and the mean of the busy seconds.
+    def _settle(self) -> None:
+        """Something changed among the engines: those who wait look again."""
+        self._changed.set()
+        self._parts.places.settle()
 
-        One that does not answer counts with its busy seconds so far; its requests find out whether it is dead or slow.
+    async def add(self, generator: Generator, *, name: str | None = None) -> str:
+        """Takes another engine over, once it has the latest weights; returns its name.
+
+        Raises:
+            ValueError: the name is taken.
+            GeneratorError: it does not answer or does not take the weights; it is closed then.
         """
-        healths: list[GeneratorHealth] = []
+        return await self._parts.joining.add(generator, name=name)
 
-        async def ask(member: Member) -> None:
-            with contextlib.suppress(GeneratorError):
-                health = await member.generator.health()
-                self._last_busy_s[member.name] = health.busy_s
-                healths.append(health)
+    async def remove(self, name: str, *, drain: bool = True, timeout_s: float = _REMOVE_S) -> None:
+        """Gives an engine up, and closes it. Its requests go on at others, from the tokens that they have.
 
-        await self._each(ask)
-        if not healths:
-            raise GeneratorError("no generator answers")
-        busy_s = sum(self._last_busy_s.values()) / self._num_places
-        return _combined(healths, policy_version=self.min_version, busy_s=busy_s)
+        Args:
+            name: as `add` returned it, or `names` tells it.
+            drain: slices under way there end first; without it, they end at once, with what they have.
+            timeout_s: bounds that; slices that are still there are cut off, and asked for again elsewhere.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        await self._parts.joining.remove(name, drain=drain, timeout_s=timeout_s)
+
+    async def health(self) -> GeneratorHealth:
+        """The pool as one engine: the lowest version, sums of requests, the mean busy seconds. Those out are left out.
+
+        Raises:
+            GeneratorError: none answers.
+        """
+        return await self._parts.figures.health(min_version=self.min_version)
+
+    async def load(self) -> GeneratorLoad:
+        """As `Generator.load`: sums over the engines that are in, and the requests that wait or are parked here."""
+        return await self._parts.figures.load()
 
     async def close(self) -> None:
         """Closes every engine. Requests under way raise GeneratorError."""
-        self._is_closed = True
-        self._changed.set()
+        self._parts.places.close()
+        self._parts.parking.wake_all()
         await asyncio.shield(self._close_all())
 
     async def _close_all(self) -> None:
-        self._restarts.tasks.cancel()
-        members, self._members = self._members, []
-        await asyncio.gather(*(close_quietly(member.generator) for member in members))
-        await self._restarts.tasks.wait()
-        await self._aside.wait()
-
-
-def _combined(healths: Sequence[GeneratorHealth], *, policy_version: int, busy_s: float) -> GeneratorHealth:
-    return GeneratorHealth(
-        version=WeightVersion(incarnation=healths[0].version.incarnation, policy_version=policy_version),
-        num_running=sum(health.num_running for health in healths),
-        num_queued=sum(health.num_queued for health in healths),
-        busy_s=busy_s,
-    )
+        generators = self._parts.roster.empty()
+        self._parts.restarts.tasks.cancel()
+        self._parts.work.cancel()
+        await self._parts.watch.close()
+        await asyncio.gather(*(close_quietly(generator) for generator in generators))
+        await self._parts.restarts.tasks.wait()
+        await self._parts.work.wait()
+        await self._parts.aside.wait()

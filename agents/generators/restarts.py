@@ -12,10 +12,14 @@ Restart = Callable[[], Awaitable[Generator]]
 """Starts an engine with the latest published weights."""
 
 OnEvent = Callable[[str, str], None]
-"""Takes the name of what happened (`LOST`, `RESTARTED`, `NOT_RESTARTED`), and a line that tells it to people."""
+"""Takes the name of what happened (one of those below), and a line that tells it to people."""
 LOST = "generator_lost"
 RESTARTED = "generator_restarted"
 NOT_RESTARTED = "generator_not_restarted"
+BEHIND = "generator_behind"
+RETURNED = "generator_returned"
+JOINED = "generator_joined"
+LEFT = "generator_left"
 
 
 class Background:

@@ -1,33 +1,14 @@
-"""Where a request goes: sessions stay, new ones go to the least loaded engine, and ties are spread."""
+"""Where a slice goes: sessions stay, new ones go to the least loaded engine, and ties are spread."""
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from driftgym.agents.generators.base import Generator
+from driftgym.agents.generators.asks import Ask
+from driftgym.agents.generators.members import Member
 
 _MAX_SESSIONS = 65536
 _OVERLOAD_FACTOR = 2
 _OVERLOAD_REQUESTS = 8
-
-
-class Member:
-    """One engine of a pool, and what the pool knows of it."""
-
-    __slots__ = ("generator", "look", "name", "num_assigned", "num_running", "policy_version")
-
-    def __init__(self, generator: Generator, *, name: str, policy_version: int) -> None:
-        self.generator = generator
-        self.name = name
-        """How log lines call it."""
-        self.policy_version = policy_version
-        """The weights that it has, as far as the pool brought it any."""
-        self.num_running = 0
-        """Requests of the pool that are under way there."""
-        self.num_assigned = 0
-        """Sessions that were given to it so far."""
-        self.look: asyncio.Task[None] | None = None
-        """Finds out whether it still lives; None before the first request that failed there."""
 
 
 class Router:
@@ -38,9 +19,11 @@ class Router:
 
     def route(self, session_id: str, members: Sequence[Member]) -> Member:
         """The one of `members` for a request of `session_id`."""
-        least = min(members, key=lambda member: (member.num_running, member.num_assigned))
+        least = members[0]
+        if len(members) > 1:
+            least = min(members, key=lambda member: (member.num_running, member.num_assigned))
         member = self._sessions.get(session_id)
-        if member is None or member not in members or _is_overloaded(member, least):
+        if member is None or (member is not least and (member not in members or _is_overloaded(member, least))):
             member = least
             member.num_assigned += 1
         self._sessions[session_id] = member
@@ -48,6 +31,26 @@ class Router:
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return member
+
+
+def candidates(ask: Ask, members: Sequence[Member]) -> list[Member]:
+    """Those of `members` that the next slice of `ask` can go to.
+
+    They have room and the version. Where there is a choice: none that is doubted or was slow for this request, and
+    none of older weights than its latest token.
+    """
+    fit = [
+        member
+        for member in members
+        if member.takes(ask.home)
+        and member.policy_version >= ask.min_policy_version
+        and not ask.shuns(member)
+        and (member.has_room or member is ask.member)
+    ]
+    if len(fit) > 1:
+        fit = [member for member in fit if not (member.is_doubted or member in ask.slow)] or fit
+        fit = [member for member in fit if member.policy_version >= ask.last_version] or fit
+    return fit
 
 
 def _is_overloaded(member: Member, least: Member) -> bool:

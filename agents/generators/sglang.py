@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from driftgym.agents.generators.answers import empty_completion, parse_answer, parse_scores
 from driftgym.agents.generators.base import (
@@ -15,19 +15,13 @@ from driftgym.agents.generators.base import (
     WeightUpdateMode,
     WeightVersion,
 )
+from driftgym.agents.generators.controls import EngineControls, PauseMode, wire_id
 from driftgym.agents.generators.engine_info import EngineInfo
 from driftgym.agents.generators.http import EngineHttp
 from driftgym.agents.generators.traffic import NotSentError, Request, Traffic
 from driftgym.agents.generators.vocabulary import checked_ids
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
-
-_CONTROL_S = 10.0  # any call but a generation or a weight update
-_ABORT_S = 2.0  # the caller's deadline has passed already
-_ABORT_TRIES = 4
-_ABORT_INTERVAL_S = 0.5
-
-_PauseMode = Literal["abort", "retract", "in_place"]
 
 _NEUTRAL: Mapping[str, Any] = {
     "top_k": -1,
@@ -81,12 +75,12 @@ class SGLangGenerator:
         self._incarnation = incarnation
         self._info = EngineInfo(self._http, vocab_size=vocab_size)
         self._traffic = Traffic(max_concurrency=max_concurrency)
+        self._controls = EngineControls(self._http, self._traffic)
         self._server = server
         self._close_timeout_s = close_timeout_s
         self._updating = asyncio.Lock()
         self._is_paused = False
         self._is_unknown = False  # which weights it has: an update failed
-        self._aside: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "SGLangGenerator":
         return self
@@ -138,7 +132,8 @@ class SGLangGenerator:
         """As `Generator.score`. Never rests on a KV cache of older weights."""
         request_id = f"score-{time.monotonic_ns()}-{id(token_ids)}"
         async with self._by_deadline(request_id, deadline_s):
-            ids = checked_ids(token_ids, await self._info.vocab_size())
+            vocab_size = await self._info.vocab_size()
+            ids = checked_ids(token_ids, vocab_size)
             if not 1 <= num_given < len(ids):
                 raise ValueError(f"the prompt has {len(ids)} ids and {num_given} are given: nothing to score")
             try:
@@ -150,7 +145,9 @@ class SGLangGenerator:
                 raise GeneratorError(f"{self.url}: the scoring was aborted") from None
         if self._traffic.num_updates != request.num_updates:
             raise GeneratorError(f"{self.url}: the weights changed while it scored")
-        return parse_scores(reply, token_ids=ids, num_given=num_given, incarnation=self._incarnation)
+        return parse_scores(
+            reply, token_ids=ids, num_given=num_given, incarnation=self._incarnation, vocab_size=vocab_size
+        )
 
     @contextlib.asynccontextmanager
     async def _by_deadline(self, request_id: str, deadline_s: float) -> AsyncIterator[None]:
@@ -159,13 +156,10 @@ class SGLangGenerator:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 yield
         except TimeoutError:
-            await self._abort_quietly(request_id)
+            await self._controls.abort_quietly(request_id)
             raise GeneratorError(f"{self.url}: request {request_id} got no answer by its deadline") from None
         except asyncio.CancelledError:
-            if not self._http.is_closed:
-                task = asyncio.create_task(self._abort_quietly(request_id))
-                self._aside.add(task)
-                task.add_done_callback(self._aside.discard)
+            self._controls.abort_aside(request_id)
             raise
 
     @contextlib.asynccontextmanager
@@ -176,19 +170,8 @@ class SGLangGenerator:
             yield request
 
     async def abort(self, request_id: str | None = None) -> None:
-        """As `Generator.abort`. Asks again where the engine had not seen the request yet."""
-        named = self._traffic.abort(request_id)
-        await self._control("/abort_request", _abort_body(request_id))
-        for _ in range(_ABORT_TRIES):
-            if not any(self._traffic.is_sent(request) for request in named):
-                return
-            await asyncio.sleep(_ABORT_INTERVAL_S)
-            await self._control("/abort_request", _abort_body(request_id))
-
-    async def _abort_quietly(self, request_id: str) -> None:
-        with contextlib.suppress(GeneratorError, TimeoutError):
-            async with asyncio.timeout(_ABORT_S):
-                await self._http.post("/abort_request", _abort_body(request_id))
+        """As `Generator.abort`."""
+        await self._controls.abort(request_id)
 
     async def pause(self) -> None:
         """As `Generator.pause`. Running requests lose their KV, so that weights can be taken in the meantime."""
@@ -196,7 +179,7 @@ class SGLangGenerator:
             self._is_paused = True
             self._traffic.hold()
         try:
-            await self._halt("retract")
+            await self._controls.halt("retract")
         except BaseException:
             await asyncio.shield(self.resume())
             raise
@@ -204,21 +187,11 @@ class SGLangGenerator:
     async def resume(self) -> None:
         """As `Generator.resume`."""
         try:
-            await self._go_on()
+            await self._controls.go_on()
         finally:
             if self._is_paused:
                 self._is_paused = False
                 self._traffic.release()
-
-    async def _halt(self, mode: _PauseMode) -> None:
-        self._traffic.halt(True)
-        await self._control("/pause_generation", {"mode": mode})
-
-    async def _go_on(self) -> None:
-        try:
-            await self._control("/continue_generation", {})
-        finally:
-            self._traffic.halt(False)
 
     async def update_weights(
         self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
@@ -249,15 +222,15 @@ class SGLangGenerator:
                 await self._traffic.empty()
                 await self._load(body, version, kept_version=None)
                 return
-            pause: _PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
+            pause: PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
             try:
                 # An engine that its owner paused stands still already; only running requests are still to be ended.
                 if not self._is_paused or mode == "abort_resume":
-                    await self._halt(pause)
+                    await self._controls.halt(pause)
                 await self._load(body, version, kept_version=None if kept is None else kept.policy_version)
             finally:
                 if not self._is_paused:
-                    await asyncio.shield(self._go_on())
+                    await asyncio.shield(self._controls.go_on())
 
     async def _load(self, body: Mapping[str, Any], version: WeightVersion, *, kept_version: int | None) -> None:
         self._is_unknown = True
@@ -278,7 +251,7 @@ class SGLangGenerator:
 
         Of a server that does not report `busy_s`, the seconds in which this client had a request under way.
         """
-        async with self._within_control(""):
+        async with self._controls.within_limit():
             version = await self._info.version()
             load = await self._info.load()
         return GeneratorHealth(
@@ -290,7 +263,7 @@ class SGLangGenerator:
 
     async def load(self) -> GeneratorLoad:
         """As `Generator.load`; requests that wait here for a place count as queued."""
-        async with self._within_control(""):
+        async with self._controls.within_limit():
             load = await self._info.load()
         return GeneratorLoad(num_running=load.num_running, num_queued=load.num_queued + self._traffic.num_waiting)
 
@@ -299,31 +272,9 @@ class SGLangGenerator:
         server, self._server = self._server, None
         self._traffic.close()
         await self._http.close()
-        for task in tuple(self._aside):
-            await task  # ends at once: the connections are closed
+        await self._controls.close()
         if server is not None:
             await asyncio.shield(server.close(timeout_s=self._close_timeout_s))
-
-    async def _control(self, path: str, body: Mapping[str, Any]) -> None:
-        async with self._within_control(path):
-            await self._http.post(path, body)
-
-    @contextlib.asynccontextmanager
-    async def _within_control(self, path: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(_CONTROL_S):
-                yield
-        except TimeoutError:
-            raise GeneratorError(f"{self.url}{path}: no answer within {_CONTROL_S} s") from None
-
-
-def _wire_id(request_id: str) -> str:
-    """The request's id at the engine. SGLang aborts every request whose id begins with the one that it is given."""
-    return f"{len(request_id)}:{request_id}"
-
-
-def _abort_body(request_id: str | None) -> Mapping[str, Any]:
-    return {"abort_all": True} if request_id is None else {"rid": _wire_id(request_id)}
 
 
 def _generate_body(ids: list[int], sampling: SamplingParams, request_id: str) -> Mapping[str, Any]:
@@ -336,7 +287,7 @@ def _generate_body(ids: list[int], sampling: SamplingParams, request_id: str) ->
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": _wire_id(request_id)}
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": wire_id(request_id)}
 
 
 def _score_body(ids: list[int], start: int, request_id: str) -> Mapping[str, Any]:
@@ -346,5 +297,5 @@ def _score_body(ids: list[int], start: int, request_id: str) -> Mapping[str, Any
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": start,
-        "rid": _wire_id(request_id),
+        "rid": wire_id(request_id),
     }

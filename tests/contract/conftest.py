@@ -1,11 +1,12 @@
 """Boxes of every kind for the contract suites."""
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import pytest_asyncio
 from docker_engine import busybox_image, open_docker, require_gvisor
+from sglang_server import SglangServer, open_sglang, sglang_python
 
 from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
@@ -103,3 +104,15 @@ async def docker_provider() -> AsyncIterator[DockerProvider]:
         yield provider
     finally:
         await provider.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A real SGLang server on a tiny model, one for the whole session; it takes the weights of each test."""
+    sglang_python()  # before a model is made
+
+    from tiny_models import save_tiny_model  # torch, which the other suites here do without
+
+    folder = tmp_path_factory.mktemp("sglang")
+    with open_sglang(save_tiny_model(folder / "model", seed=0), log=folder / "log") as server:
+        yield server

@@ -6,7 +6,7 @@ from docker_engine import busybox_image, open_docker
 from driftgym.errors import ConfigError
 from driftgym.sandboxes.base import SandboxSpec
 from driftgym.sandboxes.bench import BenchPlan, measure
-from driftgym.sandboxes.reaper import RUN_LABEL
+from driftgym.sandboxes.reaper import RUN_LABEL, own_label
 
 pytestmark = pytest.mark.docker
 ONCE = BenchPlan(
@@ -30,7 +30,8 @@ async def test_every_figure_is_measured_and_no_box_left(has_python: bool) -> Non
         assert len(figures.rates.pool_per_s) == len(figures.rates.engine_per_s) == 1
         assert figures.rates.pool_share > 0
         assert shares == sorted(shares)
-        assert [box for box in await provider.list() if box.labels[RUN_LABEL] == "bench"] == []
+        mine = (own_label(), "bench")
+        assert [box for box in await provider.list() if (box.owner, box.labels[RUN_LABEL]) == mine] == []
     finally:
         await provider.close()
 

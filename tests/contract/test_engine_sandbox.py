@@ -74,12 +74,10 @@ async def test_memory_hog_is_told_apart_from_a_deadline(docker_provider: DockerP
 
 async def test_pid_limit_is_a_clear_result_and_no_lost_box(docker_provider: DockerProvider, spec: SandboxSpec) -> None:
     box = await start(docker_provider, spec, max_pids=8)
-    await box.exec("while :; do sleep 600 & done", timeout_s=3)
-    assert (await box.exec("echo on")).stdout == "on\n", "the deadline has killed what it left"
-    # Left in the background by a command that ends by itself: nothing kills them but a reset.
-    await box.exec("n=0; while [ $n -lt 60 ]; do sleep 600 & n=$((n+1)); done; sleep 600 & true", timeout_s=30)
-    results = await asyncio.gather(*(box.exec("echo on", timeout_s=60) for _ in range(3)))
-    assert all((result.exit_code, bool(result.stderr)) != (0, True) for result in results)
+    await box.exec("while :; do sleep 600 & done", timeout_s=30)  # the shell ends when it cannot fork
+    for result in await asyncio.gather(*(box.exec("true | true; echo on", timeout_s=60) for _ in range(3))):
+        assert result.stdout == ""
+        assert (result.exit_code, result.stderr != "") in ((127, True), (2, True))
     await box.ping(timeout_s=30)
     await box.reset()
     assert (await box.exec("echo on")).stdout == "on\n"

@@ -111,7 +111,7 @@ async def test_memory_in_files_is_counted(provider: DockerProvider, spec: Sandbo
         await box.reset()
         assert (await box.exec("echo on", timeout_s=20)).stdout == "on\n"
     except SandboxError as error:
-        assert_reason(error, MEMORY)
+        assert_reason(error, MEMORY, "no memory")
 
 
 @pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
@@ -208,28 +208,29 @@ async def test_a_gigabyte_of_output_takes_no_memory(box: Sandbox, kind: str, str
     assert await guard_memory_bytes(box) < 60 * MIB
 
 
+STAY = "time.sleep(7171)"
+DAEMON = "os.fork() and os._exit(0)\nos.setsid()\nos.fork() and os._exit(0)\n"
+THREAD = "import threading\nthreading.Thread(target=time.sleep, args=(7171,)).start()\n"
 HIDING = {
-    "ignores-signals": "for n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)",
-    "daemon": "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0)",
-    "without-environment": "os.fork() and os._exit(0)\nos.setsid()\nos.fork() and os._exit(0)\n"
-    "os.execve('/bin/sleep', ['sleep', '7171'], {})",
-    "stopped": "os.fork() and os._exit(0); os.setsid(); os.kill(os.getpid(), signal.SIGSTOP)",
-    "forged-name": "os.fork() and os._exit(0); os.setsid(); libc.prctl(15, b'x) Z 0 0\\nGroups:\\t7')",
-    "main-thread-gone": "import threading\nthreading.Thread(target=time.sleep, args=(7171,)).start()\n"
-    "system_call('exit', 0)",
-    "daemon-whose-main-thread-is-gone": "import threading\nos.fork() and os._exit(0)\nos.setsid()\n"
-    "threading.Thread(target=time.sleep, args=(7171,)).start()\nsystem_call('exit', 0)",
-    "traced": "child = os.fork()\nif not child:\n    os.setsid(); time.sleep(7171)\ncall('ptrace', 0x4206, child, 0, 0)",
-    "new-namespace": "os.fork() and os._exit(0)\nos.setsid()\ntry:\n    become_root_of_a_namespace(); os.setgroups([])\n"
-    "except OSError: pass",
+    "ignores-signals": "for n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nhidden()",
+    "daemon": DAEMON + "hidden()",
+    "without-environment": DAEMON + "hidden(); os.execve('/bin/sleep', ['sleep', '7171'], {})",
+    "stopped": DAEMON + "hidden(); os.kill(os.getpid(), signal.SIGSTOP)",
+    "forged-name": DAEMON + "libc.prctl(15, b'x) Z 0 0\\nGroups:\\t7'); hidden()",
+    "main-thread-gone": THREAD + "hidden(); system_call('exit', 0)",
+    "daemon-whose-main-thread-is-gone": DAEMON + THREAD + "hidden(); system_call('exit', 0)",
+    "traced": "child = os.fork()\nif not child:\n    os.setsid(); time.sleep(7171)\n"
+    "call('ptrace', 0x4206, child, 0, 0); hidden()",
+    "new-namespace": DAEMON
+    + "try:\n    become_root_of_a_namespace(); os.setgroups([])\nexcept OSError: pass\nhidden()",
 }
 
 
 OTHERS = """
 def is_alive(pid):
     "Also when its first thread has ended and another runs on."
-    state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-    return state not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+    return fields[0] not in "ZX" or int(fields[17]) > 1
 for name in os.listdir("/proc"):
     if name.isdigit() and int(name) not in [os.getpid(), os.getppid(), *guards()]:
         try:
@@ -248,9 +249,9 @@ async def others_of(box: Sandbox) -> str:
 @pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING.keys())
 async def test_deadline_finds_what_hides(box: Sandbox, hide: str) -> None:
     """The whole of what a command has started is gone after its deadline, whatever it did not to be found."""
-    lines = ["if not os.fork():", "    open('/work/hides', 'w').close()"]
-    lines += [f"    {line}" for line in [*hide.splitlines(), "time.sleep(7171)"]]
-    program = attempt_program("\n".join([*lines, "time.sleep(7171)"]))
+    lines = ["def hidden(): open('/work/hides', 'w').close()", "if not os.fork():"]
+    lines += [f"    {line}" for line in [*hide.splitlines(), STAY]]
+    program = attempt_program("\n".join([*lines, STAY]))
     for timeout_s in (0.7, 5, 20):  # a busy machine may need that long to come to the point
         assert (await box.exec(program, timeout_s=timeout_s)).timed_out
         if (await box.exec("test -e hides")).exit_code == 0:
@@ -261,17 +262,33 @@ async def test_deadline_finds_what_hides(box: Sandbox, hide: str) -> None:
             break
         await asyncio.sleep(0.1)
     assert left == ""
+
+
+@pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING.keys())
+async def test_reset_finds_what_hides(box: Sandbox, hide: str) -> None:
+    """Also what has been left in the background by a command that ended long ago."""
+    program = attempt_program("\n".join(["def hidden(): open('/tmp/hides', 'w').close()", DAEMON, hide, STAY]))
+    await box.exec(program, timeout_s=20)
+    for _ in range(100):
+        if (await box.exec("test -e /tmp/hides")).exit_code == 0:
+            break
+        await asyncio.sleep(0.1)
+    assert await others_of(box) != ""
     await box.reset()
+    assert await others_of(box) == ""
     assert (await box.exec("echo on")).stdout == "on\n"
 
 
 async def test_command_whose_main_thread_is_gone_is_answered_for(box: Sandbox) -> None:
-    result = await box.exec(attempt_program(HIDING["main-thread-gone"]), timeout_s=1)
+    script = THREAD + "system_call('exit', 0)"
+    result = await box.exec(attempt_program(script), timeout_s=2)
     assert result.timed_out
     assert (await box.exec("echo on")).stdout == "on\n"
 
 
-async def test_zombies_are_collected(box: Sandbox) -> None:
+async def test_zombies_are_collected(provider: DockerProvider, spec: SandboxSpec) -> None:
+    roomy = spec.model_copy(update={"max_pids": 256, "memory_bytes": 256 * MIB})
+    box = await provider.start(roomy, timeout_s=START_TIMEOUT_S)
     made = await box.exec("for i in $(seq 200); do (sleep 0.01 &) ; done; sleep 0.5", timeout_s=60)
     assert made.exit_code == 0
     count = "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z '; true"

@@ -3,6 +3,8 @@
 import ast
 import json
 import subprocess
+from collections.abc import Callable
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 import pytest
@@ -55,13 +57,32 @@ def test_toolbox_is_python_3_8_with_its_standard_library(name: str) -> None:
     assert imported <= allowed
 
 
-def test_program_fits_in_one_argument() -> None:
-    assert len(program.program_text().encode()) < 100_000
+def by_import(settings: dict[str, object]) -> program.StreamedCommand:
+    return program.StreamedCommand(argv=tuple(program.local_command(settings)), program=b"")
 
 
-@pytest.mark.parametrize("command", [program.container_command, program.local_command])
-def test_both_ways_in_serve_and_end_with_their_input(command: object, tmp_path: Path) -> None:
-    assert callable(command)
+def by_source(settings: dict[str, object]) -> program.StreamedCommand:
+    """As an image does whose Python is of another version."""
+    command = program.container_command(settings)
+    argv = [argument.replace(repr(MAGIC_NUMBER), "b'another'") for argument in command.argv]
+    assert argv != list(command.argv)
+    return program.StreamedCommand(argv=tuple(argv), program=command.program)
+
+
+def test_argv_of_a_container_is_short() -> None:
+    assert sum(map(len, program.container_command({"egress_port": 1}).argv)) < 2000
+
+
+def test_container_whose_input_ends_early_just_ends() -> None:
+    command = program.container_command({})
+    ended = subprocess.run(command.argv, input=command.program[:1000], capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("command_of", [program.container_command, by_source, by_import])
+def test_every_way_in_serves_and_ends_with_its_input(
+    command_of: Callable[[dict[str, object]], program.StreamedCommand], tmp_path: Path
+) -> None:
     for name in ("work", "tmp"):
         (tmp_path / name).mkdir()
     settings = {
@@ -72,9 +93,9 @@ def test_both_ways_in_serve_and_end_with_their_input(command: object, tmp_path: 
         "is_local": True,
     }
     ping = json.dumps({"id": 7, "op": "ping"}).encode()
-    ended = subprocess.run(
-        command(settings), input=HEADER.pack(len(ping), 0) + ping, capture_output=True, check=False, timeout=60
-    )
+    command = command_of(settings)
+    requests = command.program + HEADER.pack(len(ping), 0) + ping
+    ended = subprocess.run(command.argv, input=requests, capture_output=True, check=False, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert b'"event": "ready"' in ended.stdout
     assert ended.stdout.endswith(b'{"id": 7}')

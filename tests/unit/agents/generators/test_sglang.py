@@ -46,6 +46,11 @@ class StubEngine:
         self.update = (200, {"success": True})
         self.takes_updates = True
         self.raw = None
+        self.model = {"vocab_size": 50}
+        self.server = {}
+        self.loads = None
+        self.all_here = asyncio.Event()
+        self.wants = 0
 
     async def handle(self, request):
         raw = await request.read()
@@ -60,7 +65,10 @@ class StubEngine:
         if path == "/generate":
             self.num_in_flight += 1
             self.peak_in_flight = max(self.peak_in_flight, self.num_in_flight)
+            if self.num_in_flight >= self.wants:
+                self.all_here.set()
             try:
+                await self.all_here.wait()
                 await asyncio.sleep(self.delay_s)
             finally:
                 self.num_in_flight -= 1
@@ -70,7 +78,11 @@ class StubEngine:
             if self.takes_updates and self.update[0] == 200:
                 self.version = body["weight_version"]
             return self.update
-        return 200, {"weight_version": self.version, "vocab_size": 50}
+        if path == "/v1/loads":
+            return (200, self.loads) if self.loads is not None else (404, {"detail": "Not Found"})
+        if path == "/server_info":
+            return 200, self.server
+        return 200, {"weight_version": self.version, **self.model}
 
     def paths(self):
         return [path for path, _ in self.calls if path != "/model_info"]
@@ -191,21 +203,37 @@ async def test_one_version_for_all_is_taken_unless_it_changed_meanwhile():
             await task
 
 
-async def test_one_version_for_all_is_refused_of_a_request_that_was_sent_within_an_update():
+async def test_a_request_that_comes_within_an_update_is_sent_after_it():
+    """It is of the new weights alone, so one version for all of its tokens says enough."""
     stub = StubEngine()
-    stub.answer = reply([1, 2])
+    stub.answer = reply([1, 2], spans=[("1:4", 0, 2)])
     del stub.answer["meta_info"]["weight_versions"]
-    stub.update_s = 0.4
+    stub.update_s = 0.3
     async with stub.client() as client:
-        updating = asyncio.create_task(client.update_weights(weights(4), mode="drain", timeout_s=5))
-        await asyncio.sleep(0.1)
-        with pytest.raises(GeneratorError, match="changed"):
-            await ask(client)  # answered within it
-        stub.delay_s = 0.6
-        with pytest.raises(GeneratorError, match="changed"):
-            await ask(client)  # answered after it
-        await updating
-        assert (await ask(client)).policy_versions.tolist() == [3, 3]
+        for mode in ("drain", "in_flight", "abort_resume"):
+            stub.calls.clear()
+            updating = asyncio.create_task(client.update_weights(weights(4), mode=mode, timeout_s=5))
+            while "/update_weights_from_disk" not in stub.paths():  # noqa: ASYNC110  # polls what has no event
+                await asyncio.sleep(0.01)
+            assert (await ask(client)).policy_versions.tolist() == [4, 4]
+            assert stub.paths()[-1] == "/generate"
+            await updating
+
+
+async def test_draining_ends_though_requests_keep_coming():
+    stub = StubEngine()
+    stub.delay_s = 0.1
+    async with stub.client(max_concurrency=2) as client:
+
+        async def keep_asking(name):
+            for index in range(8):
+                await ask(client, request_id=f"{name}{index}")
+
+        asking = [asyncio.create_task(keep_asking(name)) for name in "abcd"]
+        await asyncio.sleep(0.05)
+        await client.update_weights(weights(4), mode="drain", timeout_s=5)
+        assert not any(task.done() for task in asking)
+        await asyncio.gather(*asking)
 
 
 async def test_ids_outside_of_the_vocabulary_are_never_sent():
@@ -217,8 +245,45 @@ async def test_ids_outside_of_the_vocabulary_are_never_sent():
     assert stub.paths() == []
 
 
-def weights(version, incarnation=1):
-    return WeightUpdate(policy_version=version, incarnation=incarnation, location="/w", checksum="sha256:0")
+async def test_a_vocabulary_that_the_server_does_not_say_is_read_from_its_model(tmp_path):
+    stub = StubEngine()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 20}}))
+    stub.model = {"model_path": str(tmp_path)}
+    async with stub.client() as client:
+        with pytest.raises(ValueError, match="vocabulary of 20"):
+            await ask(client, ids=[20])
+        await ask(client, ids=[19])
+    stub.model = {"model_path": "a hub's name"}
+    async with stub.client() as client:
+        await ask(client, ids=[20])  # nobody knows
+        await client.update_weights(weights(4, location=str(tmp_path)), mode="drain", timeout_s=5)
+        with pytest.raises(ValueError, match="vocabulary of 20"):
+            await ask(client, ids=[20])
+
+
+async def test_no_id_of_a_request_is_the_beginning_of_another():
+    """SGLang aborts every request whose id begins with the one that it is given."""
+    stub = StubEngine()
+    names = ["1", "10", "100", "r", "r1", "1:r", "", "2:r1"]
+    async with stub.client() as client:
+        await asyncio.gather(*(ask(client, request_id=name) for name in names))
+    sent = [body["rid"] for path, body in stub.calls if path == "/generate"]
+    assert not any(one != other and one.startswith(other) for one in sent for other in sent)
+    assert len(set(sent)) == len(names)
+
+
+async def test_what_a_server_would_change_by_default_is_said():
+    stub = StubEngine()
+    async with stub.client() as client:
+        await ask(client)
+    (params,) = (body["sampling_params"] for path, body in stub.calls if path == "/generate")
+    assert (params["top_k"], params["min_p"], params["repetition_penalty"]) == (-1, 0.0, 1.0)
+
+
+def weights(version, incarnation=1, location="/w", **options):
+    return WeightUpdate(
+        policy_version=version, incarnation=incarnation, location=location, checksum="sha256:0", **options
+    )
 
 
 async def test_an_update_drops_cached_prefixes_before_the_next_request():
@@ -229,12 +294,14 @@ async def test_an_update_drops_cached_prefixes_before_the_next_request():
             await client.update_weights(weights(version), mode="in_flight", timeout_s=5)
             await ask(client)
         await client.update_weights(weights(6), mode="drain", timeout_s=5)
+        await client.update_weights(weights(7), mode="abort_resume", timeout_s=5)
     in_flight = ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/generate"]
-    assert stub.paths() == [*in_flight, *in_flight, "/update_weights_from_disk"]
+    assert stub.paths() == [*in_flight, *in_flight, "/update_weights_from_disk", *in_flight[:3]]
     updates = [body for path, body in stub.calls if path == "/update_weights_from_disk"]
     assert all(body["flush_cache"] is True for body in updates)
-    assert [body["weight_version"] for body in updates] == ["1:4", "1:5", "1:6"]
-    assert {body["mode"] for path, body in stub.calls if path == "/pause_generation"} == {"retract"}
+    assert [body["weight_version"] for body in updates] == ["1:4", "1:5", "1:6", "1:7"]
+    modes = [body["mode"] for path, body in stub.calls if path == "/pause_generation"]
+    assert modes == ["retract", "retract", "abort"]
 
 
 @pytest.mark.parametrize("how", ["refused", "flush failed", "did nothing", "another life"])
@@ -248,8 +315,210 @@ async def test_an_update_that_failed_is_said_and_decoding_goes_on(how):
     async with stub.client() as client:
         with pytest.raises(GeneratorError):
             await client.update_weights(weights(4, 2 if how == "another life" else 1), mode="in_flight", timeout_s=5)
-    if how != "another life":
+        if how != "another life":
+            assert stub.paths()[-1] == "/continue_generation"
+            # A server that refuses may have changed its weights, or keep a cache of the old ones.
+            with pytest.raises(GeneratorError, match="unknown"):
+                await ask(client)
+            assert "/generate" not in stub.paths()
+            stub.update, stub.takes_updates = (200, {"success": True}), True
+            await client.update_weights(weights(5), mode="in_flight", timeout_s=5)
+        await ask(client)
+
+
+async def test_an_update_that_is_cancelled_lets_decoding_go_on():
+    stub = StubEngine()
+    stub.update_s = 30.0
+    async with stub.client() as client:
+        task = asyncio.create_task(client.update_weights(weights(4), mode="in_flight", timeout_s=60))
+        while "/update_weights_from_disk" not in stub.paths():  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.1)
         assert stub.paths()[-1] == "/continue_generation"
+        with pytest.raises(GeneratorError, match="unknown"):
+            await ask(client)
+
+
+async def test_an_update_that_keeps_the_cache_says_whose_kv_tokens_rest_on():
+    """The engine reports nothing: what runs over the update, and what is found in the cache after it, is old."""
+    stub = StubEngine()
+    stub.answer = reply([1, 2], spans=[("1:3", 0, 1), ("1:4", 1, 2)], cached_tokens=0)
+    stub.wants = 2
+    async with stub.client() as client:
+        running = asyncio.create_task(ask(client, request_id="running"))
+        while not stub.num_in_flight:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        await client.update_weights(weights(4), mode="in_flight", keep_kv=True, timeout_s=5)
+        assert stub.paths() == [
+            "/generate", "/server_info", "/pause_generation", "/update_weights_from_disk", "/continue_generation"
+        ]  # fmt: skip
+        bodies = dict(stub.calls)
+        assert bodies["/pause_generation"]["mode"] == "in_place"
+        assert bodies["/update_weights_from_disk"]["flush_cache"] is False
+        stub.all_here.set()
+        assert (await running).kv_min_policy_version == 3
+        for cached, expected in ((0, None), (2, 3)):
+            stub.answer = reply([1], spans=[("1:4", 0, 1)], cached_tokens=cached)
+            assert (await ask(client)).kv_min_policy_version == expected
+        await client.update_weights(weights(5), mode="in_flight", keep_kv=True, timeout_s=5)
+        stub.answer = reply([1], spans=[("1:5", 0, 1)])
+        assert (await ask(client)).kv_min_policy_version == 3  # the oldest since the cache was dropped
+        stub.answer = reply([1], spans=[("1:5", 0, 1)], kv_min_version=None)
+        assert (await ask(client)).kv_min_policy_version is None  # the engine knows better
+        await client.update_weights(weights(6), mode="in_flight", timeout_s=5)
+        stub.answer = reply([1], spans=[("1:6", 0, 1)], cached_tokens=2)
+        assert (await ask(client)).kv_min_policy_version is None
+
+
+async def test_an_engine_that_decodes_ahead_cannot_keep_its_cache():
+    stub = StubEngine()
+    stub.server = {"disable_overlap_schedule": False}
+    async with stub.client() as client:
+        with pytest.raises(GeneratorError, match="disable-overlap-schedule"):
+            await client.update_weights(weights(4), mode="in_flight", keep_kv=True, timeout_s=5)
+        for mode in ("drain", "abort_resume"):
+            with pytest.raises(ValueError, match="in_flight alone"):
+                await client.update_weights(weights(4), mode=mode, keep_kv=True, timeout_s=5)
+        assert stub.paths() == ["/server_info"]
+        await ask(client)
+
+
+async def test_the_cache_of_weights_that_no_run_published_is_not_kept():
+    stub = StubEngine()
+    stub.version = "default"
+    async with stub.client() as client:
+        await client.update_weights(weights(4), mode="in_flight", keep_kv=True, timeout_s=5)
+    bodies = dict(stub.calls)
+    assert bodies["/pause_generation"]["mode"] == "retract"
+    assert bodies["/update_weights_from_disk"]["flush_cache"] is True
+
+
+async def test_kinds_of_weights_are_asked_for_only_where_they_are_taken():
+    stub = StubEngine()
+    delta = weights(4, kind="delta", base_policy_version=3)
+    async with stub.client() as client:
+        with pytest.raises(GeneratorError, match="full weights alone, not delta"):
+            await client.update_weights(delta, mode="in_flight", timeout_s=5)
+        with pytest.raises(GeneratorError, match="disk alone"):
+            await client.update_weights(weights(4, transport="nccl"), mode="in_flight", timeout_s=5)
+        assert stub.paths() == []
+        await ask(client)  # nothing was begun
+        stub.model = {"weight_kinds": ["full", "delta", "lora"]}
+        await client.update_weights(delta, mode="in_flight", timeout_s=5)
+    body = dict(stub.calls)["/update_weights_from_disk"]
+    assert (body["kind"], body["base_weight_version"], body["checksum"]) == ("delta", "1:3", "sha256:0")
+
+
+def scored(ids, logprobs, **meta):
+    pairs = [[logprob, token_id, None] for logprob, token_id in zip(logprobs, ids, strict=True)]
+    return {"output_ids": [], "meta_info": {"input_token_logprobs": pairs, "weight_version": "1:3", **meta}}
+
+
+async def test_scores():
+    stub = StubEngine()
+    async with stub.client() as client:
+
+        def score(ids=(7, 8, 9), num_given=1):
+            return client.score(ids, num_given=num_given, deadline_s=time.monotonic() + 5)
+
+        stub.answer = scored([7, 8, 9], [None, -1.5, -2.5])
+        scores = await score()
+        assert scores.logprobs.tolist() == [-1.5, -2.5]
+        assert scores.version.policy_version == 3
+        (body,) = (body for path, body in stub.calls if path == "/generate")
+        assert (body["logprob_start_len"], body["sampling_params"]["max_new_tokens"]) == (0, 0)
+        stub.answer = scored([8, 9], [None, -2.5])
+        assert (await score(num_given=2)).logprobs.tolist() == [-2.5]
+        stub.answer = scored([7, 0], [None, -1.5])
+        assert (await score((7, 49))).logprobs.tolist() == [-1.5]  # the last id, as SGLang calls it
+        for answer in (
+            {},
+            scored([8, 7], [None, -2.5]),
+            scored([8, 0], [None, -2.5]),
+            scored([9], [None]),
+            scored([9], [float("nan")]),
+            scored([9], [-2.5], weight_version="default"),
+            scored([9], [-2.5], weight_version="2:3"),
+        ):
+            stub.answer = answer
+            with pytest.raises(GeneratorError):
+                await score(num_given=2)
+        for ids, num_given in (([7], 1), ([7, 8], 0), ([7, 50], 1), ([], 1)):
+            with pytest.raises(ValueError, match="prompt"):
+                await score(ids, num_given)
+
+
+async def test_the_clock_of_a_request_stands_still_while_the_engine_is_paused():
+    stub = StubEngine()
+    stub.wants = 2
+    async with stub.client() as client:
+        running = asyncio.create_task(ask(client, request_id="running"))
+        while not stub.num_in_flight:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        started = time.monotonic()
+        await client.pause()
+        late = asyncio.create_task(ask(client, request_id="late"))
+        cut = asyncio.create_task(ask(client, request_id="cut"))
+        await asyncio.sleep(0.5)
+        await client.abort("cut")
+        aborted = await cut
+        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 0)
+        assert (await client.load()).num_queued == 1
+        busy_s = (await client.health()).busy_s
+        await asyncio.sleep(0.05)
+        assert (await client.health()).busy_s == busy_s
+        await client.resume()
+        completions = await asyncio.gather(running, late)
+        elapsed_s = time.monotonic() - started
+        assert all(completion.latency_s < elapsed_s - 0.4 for completion in completions)
+
+
+async def test_the_load_of_replicas_is_summed():
+    stub = StubEngine()
+    stub.loads = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 1}, {"num_running_reqs": 2}]}
+    async with stub.client() as client:
+        load = await client.load()
+        assert (load.num_running, load.num_queued) == (5, 1)
+        stub.loads = {"loads": [{"num_running_reqs": "many"}]}
+        with pytest.raises(GeneratorError, match="load"):
+            await client.load()
+    stub.loads, stub.server = None, {"num_running": 4, "num_queued": 2, "busy_s": 1.5}
+    async with stub.client() as client:
+        for _ in range(2):
+            health = await client.health()
+            assert (health.num_running, health.num_queued, health.busy_s) == (4, 2, 1.5)
+    assert [path for path, _ in stub.calls].count("/v1/loads") == 3  # asked of the second client once
+
+
+async def test_an_abort_is_asked_for_again_of_an_engine_that_had_not_seen_the_request():
+    stub = StubEngine()
+    stub.wants = 2
+    async with stub.client() as client:
+        task = asyncio.create_task(ask(client))
+        while not stub.num_in_flight:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        aborting = asyncio.create_task(client.abort("r"))
+        while stub.paths().count("/abort_request") < 2:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        stub.all_here.set()
+        await asyncio.gather(task, aborting)
+
+
+async def test_a_request_that_is_cancelled_is_aborted():
+    stub = StubEngine()
+    stub.delay_s = 30.0
+    async with stub.client() as client:
+        task = asyncio.create_task(ask(client))
+        while not stub.num_in_flight:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while stub.num_in_flight or "/abort_request" not in stub.paths():  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.01)
 
 
 async def test_who_paused_it_is_who_resumes_it():
@@ -265,15 +534,15 @@ async def test_who_paused_it_is_who_resumes_it():
 async def test_200_requests_are_under_way_at_once():
     """Case H3: the pool of connections is as wide as was configured, and closes what it opened."""
     stub = StubEngine()
-    stub.delay_s = 1.0
+    stub.wants = 200
     before = len(os.listdir("/proc/self/fd"))
     async with stub.client(max_concurrency=200) as client:
-        await asyncio.gather(*(ask(client, request_id=str(index)) for index in range(200)))
+        asked = (ask(client, request_id=str(index), timeout_s=60) for index in range(300))
+        await asyncio.gather(*asked)  # none is answered before 200 are there
         assert stub.peak_in_flight == 200
-        stub.delay_s = 0.0
         warm = len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            await asyncio.gather(*(ask(client, request_id=str(index)) for index in range(200)))
+        for _ in range(10):
+            await asyncio.gather(*(ask(client, request_id=str(index), timeout_s=60) for index in range(200)))
         assert len(os.listdir("/proc/self/fd")) <= warm
     await asyncio.sleep(0.05)
     assert len(os.listdir("/proc/self/fd")) <= before + 2
@@ -317,12 +586,11 @@ async def test_the_deadline_decides_and_nothing_else():
     stub.delay_s = 1.5
     async with stub.client() as client:
         assert (await ask(client, timeout_s=10.0)).token_ids.tolist() == [5]
-        assert all(session.timeout.total is None for session in client._sessions)
         started = time.monotonic()
         with pytest.raises(GeneratorError, match="deadline"):
             await ask(client, timeout_s=0.5, request_id="late")
         assert 0.4 < time.monotonic() - started < 1.4
-    assert ("/abort_request", {"rid": "late"}) in stub.calls
+    assert ("/abort_request", {"rid": "4:late"}) in stub.calls
 
 
 async def test_an_engine_that_is_not_there():

@@ -1,0 +1,380 @@
+"""A real SGLang server and the embedded one, on the same weights: exact tokens, log-probs and versions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rescore import greedy, rescore, rescore_kept, rescore_spans
+from sglang_server import SglangServer, open_sglang, sglang_python
+from tiny_models import VOCAB_SIZE, save_tiny_models
+
+from driftgym.agents.generators.base import Generator
+from driftgym.agents.generators.http import EngineHttp, EngineRefusedError
+from driftgym.agents.generators.launch import GeneratorConfig, start_embedded
+from driftgym.agents.generators.probe import check_logprobs
+from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.errors import ConfigError, GeneratorError
+from driftgym.types import SamplingParams, WeightUpdate
+
+INCARNATION = 3
+MAX_CONCURRENCY = 80
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The place in the list is the version."""
+    return save_tiny_models(tmp_path_factory.mktemp("models"), count=3)
+
+
+@pytest.fixture(scope="module")
+def literal_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A server that decodes no step ahead, and reports the model's log-probs whatever it samples at."""
+    sglang_python()
+    with open_sglang(
+        models[0],
+        log=tmp_path_factory.mktemp("literal") / "log",
+        flags=["--disable-overlap-schedule"],
+        environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+    ) as server:
+        yield server
+
+
+def client(server: SglangServer) -> SGLangGenerator:
+    return SGLangGenerator(server.url, incarnation=INCARNATION, max_concurrency=MAX_CONCURRENCY)
+
+
+def update(models: list[Path], version: int, **options) -> WeightUpdate:
+    return WeightUpdate(
+        policy_version=version,
+        incarnation=INCARNATION,
+        location=options.pop("location", str(models[version])),
+        checksum="sha256:0",
+        **options,
+    )
+
+
+async def start(kind: str, models: list[Path]) -> SGLangGenerator:
+    config = GeneratorConfig(max_batch_size=MAX_CONCURRENCY, max_context_tokens=512)
+    return await start_embedded(
+        models[0], config, incarnation=INCARNATION, policy_version=0, timeout_s=90, close_timeout_s=10
+    )
+
+
+@pytest.fixture(params=[SGLANG, "embedded"])
+async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
+    """Each kind, with the weights of version 0."""
+    if request.param == "sglang":
+        made = client(request.getfixturevalue("sglang_server"))
+        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+    else:
+        made = await start("embedded", models)
+    async with made:
+        yield made
+
+
+@pytest.fixture
+async def sglang(sglang_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
+    """The real one, with the weights of version 0."""
+    async with client(sglang_server) as made:
+        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        yield made
+
+
+@pytest.fixture
+async def literal(literal_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
+    """The literal one, with the weights of version 0."""
+    async with client(literal_server) as made:
+        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        yield made
+
+
+def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, length).tolist() for length in rng.integers(3, 30, count)]
+
+
+def ask(
+    generator: Generator,
+    prompt: list[int],
+    *,
+    request_id: str,
+    max_tokens: int = 40,
+    temperature: float = 1.0,
+    timeout_s: float = 300.0,
+):
+    return generator.generate(
+        prompt,
+        SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        request_id=request_id,
+        session_id=request_id,
+        deadline_s=time.monotonic() + timeout_s,
+    )
+
+
+def ask_all(generator: Generator, asked: list[list[int]], *, name: str, **options) -> list[asyncio.Task]:
+    return [
+        asyncio.create_task(ask(generator, prompt, request_id=f"{name}{index}", **options))
+        for index, prompt in enumerate(asked)
+    ]
+
+
+async def until_running(generator: Generator, count: int) -> None:
+    async with asyncio.timeout(60):
+        while (await generator.load()).num_running < count:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.02)
+
+
+async def test_greedy_ids_are_those_of_transformers(engine: SGLangGenerator, models: list[Path]) -> None:
+    asked = prompts(12)
+    completions = await asyncio.gather(*ask_all(engine, asked, name="greedy", temperature=0.0))
+    expected = [greedy(models[0], prompt, num_tokens=40) for prompt in asked]
+    assert [completion.token_ids.tolist() for completion in completions] == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_are_those_that_the_trainer_finds(
+    engine: SGLangGenerator, models: list[Path], temperature: float
+) -> None:
+    asked = prompts(16, seed=1)
+    completions = await asyncio.gather(*ask_all(engine, asked, name="sampled", temperature=temperature))
+    deltas = [
+        np.abs(completion.logprobs - rescore(models[0], prompt, completion.token_ids.tolist(), temperature=temperature))
+        for prompt, completion in zip(asked, completions, strict=True)
+    ]
+    print(f"max |delta| at temperature {temperature}: {max(delta.max() for delta in deltas):.1e}")
+    assert max(delta.max() for delta in deltas) <= 1e-4
+
+
+async def test_scores_are_those_that_the_trainer_finds(engine: SGLangGenerator, models: list[Path]) -> None:
+    for prompt in prompts(4, seed=2):
+        for num_given in (1, len(prompt) - 1):
+            scores = await engine.score(prompt, num_given=num_given, deadline_s=time.monotonic() + 60)
+            expected = rescore(models[0], prompt[:num_given], prompt[num_given:])
+            np.testing.assert_allclose(scores.logprobs, expected, atol=1e-4)
+            assert scores.version.policy_version == 0
+    for wrong, num_given in (([5], 1), ([5, VOCAB_SIZE], 1), ([5, 6], 0)):
+        with pytest.raises(ValueError, match="prompt"):
+            await engine.score(wrong, num_given=num_given, deadline_s=time.monotonic() + 60)
+
+
+async def test_an_update_in_the_middle_of_64_answers(engine: SGLangGenerator, models: list[Path]) -> None:
+    """Every token has the version of the weights that wrote it, with a cache of theirs; none is lost."""
+    asked = prompts(64, seed=3)
+    tasks = ask_all(engine, asked, name="fly", max_tokens=200)
+    await until_running(engine, 64)
+    await asyncio.sleep(0.3)
+    for version in (1, 2):
+        assert not any(task.done() for task in tasks)
+        await engine.update_weights(update(models, version), mode="in_flight", timeout_s=60)
+        assert (await engine.health()).version.policy_version == version
+        assert (await engine.load()).num_running + (await engine.load()).num_queued > 0  # nothing was drained
+    completions = await asyncio.gather(*tasks)
+    worst = 0.0
+    for prompt, completion in zip(asked, completions, strict=True):
+        assert (len(completion.token_ids), completion.finish_reason) == (200, "length")
+        assert (np.diff(completion.policy_versions) >= 0).all()
+        assert {0, 2} <= set(completion.policy_versions.tolist())
+        assert completion.kv_min_policy_version is None
+        delta = np.abs(completion.logprobs - rescore_spans(models, prompt, completion))
+        worst = max(worst, float(delta.max()))
+    print(f"max |delta| over updates in flight: {worst:.1e}")
+    assert worst <= 1e-3
+
+
+async def test_an_update_that_aborts(engine: SGLangGenerator, models: list[Path]) -> None:
+    """What was written has the old version; whoever asked goes on with it, under the new one."""
+    asked = prompts(8, seed=4)
+    tasks = ask_all(engine, asked, name="cut", max_tokens=400)
+    await until_running(engine, 8)
+    await asyncio.sleep(0.3)
+    await engine.update_weights(update(models, 1), mode="abort_resume", timeout_s=60)
+    for prompt, task in zip(asked, tasks, strict=True):
+        first = await task
+        assert first.finish_reason == "abort"
+        assert 0 < len(first.token_ids) < 400
+        assert set(first.policy_versions.tolist()) == {0}
+        np.testing.assert_allclose(first.logprobs, rescore(models[0], prompt, first.token_ids.tolist()), atol=1e-3)
+        going_on = [*prompt, *first.token_ids.tolist()]
+        second = await ask(engine, going_on, request_id="on", max_tokens=5)
+        assert second.policy_versions.tolist() == [1] * 5
+        np.testing.assert_allclose(second.logprobs, rescore(models[1], going_on, second.token_ids.tolist()), atol=1e-3)
+
+
+async def test_an_update_that_drains(engine: SGLangGenerator, models: list[Path]) -> None:
+    """Requests that come meanwhile wait, so that it ends however many come."""
+    tasks = ask_all(engine, prompts(4, seed=5), name="old", max_tokens=200)
+    await until_running(engine, 4)
+    updating = asyncio.create_task(engine.update_weights(update(models, 1), mode="drain", timeout_s=120))
+    await asyncio.sleep(0.1)
+    late = ask_all(engine, prompts(4, seed=6), name="new")
+    await updating
+    assert {version for task in tasks for version in (await task).policy_versions.tolist()} == {0}
+    assert {version for task in late for version in (await task).policy_versions.tolist()} == {1}
+
+
+@pytest.mark.parametrize("kind", [SGLANG, "embedded"])
+async def test_an_update_that_keeps_the_cache(kind: str, models: list[Path], request: pytest.FixtureRequest) -> None:
+    """Tokens after it rest on KV of older weights until the cache is dropped, and completions say so."""
+    engine = client(request.getfixturevalue("literal_server")) if kind == "sglang" else await start(kind, models)
+    async with engine:
+        await engine.update_weights(update(models, 0), mode="drain", timeout_s=60)
+        asked = prompts(8, seed=7)
+        tasks = ask_all(engine, asked, name="kept", max_tokens=400)
+        await until_running(engine, 8)
+        await engine.update_weights(update(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
+        for prompt, task in zip(asked, tasks, strict=True):
+            completion = await task
+            assert len(completion.token_ids) == 400
+            assert set(completion.policy_versions.tolist()) == {0, 1}
+            assert completion.kv_min_policy_version == 0
+            expected = rescore_kept(models[0], models[1], prompt, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+        # The next turn finds its prompt in the cache, as the older weights wrote it.
+        following = [*asked[0], *tasks[0].result().token_ids.tolist(), 7]
+        assert (await ask(engine, following, request_id="turn 2")).kv_min_policy_version == 0
+        scores = await engine.score(following, num_given=3, deadline_s=time.monotonic() + 60)
+        np.testing.assert_allclose(scores.logprobs, rescore(models[1], following[:3], following[3:]), atol=1e-3)
+        await engine.update_weights(update(models, 2), mode="in_flight", timeout_s=60)
+        fresh = await ask(engine, following, request_id="turn 3")
+        assert fresh.kv_min_policy_version is None
+        np.testing.assert_allclose(fresh.logprobs, rescore(models[2], following, fresh.token_ids.tolist()), atol=1e-3)
+
+
+async def test_a_pause_loses_nothing(engine: SGLangGenerator, models: list[Path]) -> None:
+    asked = prompts(8, seed=8)
+    tasks = ask_all(engine, asked, name="held", max_tokens=150)
+    await until_running(engine, 8)
+    await engine.pause()
+    late = asyncio.create_task(ask(engine, asked[0], request_id="late"))
+    await asyncio.sleep(0.5)
+    assert not late.done()
+    cut = asyncio.create_task(ask(engine, asked[0], request_id="cut"))
+    await asyncio.sleep(0.05)
+    await engine.abort("cut")
+    assert (await cut).finish_reason == "abort"
+    assert not any(task.done() for task in tasks)
+    await engine.resume()
+    for prompt, task in zip(asked, tasks, strict=True):
+        completion = await task
+        assert len(completion.token_ids) == 150
+        np.testing.assert_allclose(
+            completion.logprobs, rescore(models[0], prompt, completion.token_ids.tolist()), atol=1e-3
+        )
+    assert len((await late).token_ids) == 40
+
+
+async def test_an_abort_ends_the_request_that_it_names(engine: SGLangGenerator, models: list[Path]) -> None:
+    """And none whose id begins with the same letters."""
+    tasks = {
+        name: asyncio.create_task(ask(engine, [5, 6, 7], request_id=name, max_tokens=300)) for name in ("r1", "r10")
+    }
+    await until_running(engine, 2)
+    await asyncio.sleep(0.2)
+    await engine.abort("r1")
+    cut = await tasks["r1"]
+    assert cut.finish_reason == "abort"
+    assert 0 < len(cut.token_ids) < 300
+    np.testing.assert_allclose(cut.logprobs, rescore(models[0], [5, 6, 7], cut.token_ids.tolist()), atol=1e-3)
+    assert len((await tasks["r10"]).token_ids) == 300
+    tasks = {name: asyncio.create_task(ask(engine, [5, 6], request_id=name, max_tokens=450)) for name in ("a", "b")}
+    await asyncio.sleep(0)
+    await engine.abort()  # before the engine can have seen them
+    assert {(await task).finish_reason for task in tasks.values()} == {"abort"}
+
+
+async def test_a_request_that_nobody_waits_for_is_ended(engine: SGLangGenerator) -> None:
+    task = asyncio.create_task(ask(engine, [5, 6, 7], request_id="given up", max_tokens=450))
+    await until_running(engine, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(GeneratorError, match="deadline"):
+        await ask(engine, [5, 6, 7], request_id="late", max_tokens=450, timeout_s=0.3)
+    async with asyncio.timeout(20):
+        while (await engine.load()).num_running:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.05)
+
+
+async def test_ids_that_the_model_does_not_know_are_never_sent(engine: SGLangGenerator) -> None:
+    """A real server ends by them."""
+    for ids in ([VOCAB_SIZE], [5, 2**31], [-1], []):
+        with pytest.raises(ValueError, match="prompt"):
+            await ask(engine, ids, request_id="unknown")
+    assert len((await ask(engine, [5], request_id="known")).token_ids) == 40
+
+
+async def test_weights_that_are_refused_leave_no_tokens_of_unknown_weights(
+    engine: SGLangGenerator, models: list[Path], tmp_path: Path
+) -> None:
+    wrong = update(models, 1, location=str(tmp_path / "nowhere"))
+    with pytest.raises(GeneratorError):
+        await engine.update_weights(wrong, mode="in_flight", timeout_s=60)
+    with pytest.raises(GeneratorError, match="unknown"):
+        await ask(engine, [5], request_id="between")
+    await engine.update_weights(update(models, 1), mode="in_flight", timeout_s=60)
+    assert set((await ask(engine, [5], request_id="after")).policy_versions.tolist()) == {1}
+
+
+async def test_log_probs_after_the_temperature_pass(engine: SGLangGenerator) -> None:
+    await check_logprobs(engine, name=engine.url, token_id=5, timeout_s=60)
+
+
+@pytest.mark.sglang
+async def test_log_probs_before_the_temperature_are_refused(literal: SGLangGenerator) -> None:
+    with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        await check_logprobs(literal, name=literal.url, token_id=5, timeout_s=60)
+
+
+@pytest.mark.sglang
+async def test_a_server_that_decodes_ahead_cannot_keep_its_cache(sglang: SGLangGenerator, models: list[Path]) -> None:
+    """It would call the first token of the new weights one that the old ones wrote."""
+    with pytest.raises(GeneratorError, match="disable-overlap-schedule"):
+        await sglang.update_weights(update(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
+    assert set((await ask(sglang, [5], request_id="old")).policy_versions.tolist()) == {0}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["delta", "lora"])
+async def test_weights_of_kinds_that_it_does_not_take(sglang: SGLangGenerator, models: list[Path], kind: str) -> None:
+    with pytest.raises(GeneratorError, match="full weights alone"):
+        await sglang.update_weights(update(models, 1, kind=kind, base_policy_version=0), mode="in_flight", timeout_s=60)
+    assert set((await ask(sglang, [5], request_id="old")).policy_versions.tolist()) == {0}
+
+
+@pytest.mark.sglang
+async def test_the_wrong_form_of_an_update(sglang: SGLangGenerator, models: list[Path]) -> None:
+    """What the client never asks for: paused in place with a flush, the server refuses and has changed its weights."""
+    http = EngineHttp(sglang.url, max_concurrency=1)
+    task = asyncio.create_task(ask(sglang, [5, 6, 7], request_id="r", max_tokens=300))
+    await until_running(sglang, 1)
+    try:
+        await http.post("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": str(models[1]), "weight_version": f"{INCARNATION}:1", "flush_cache": True}
+        with pytest.raises(EngineRefusedError, match="not flushed") as refused:
+            await http.post("/update_weights_from_disk", body)
+        assert refused.value.status == 400
+    finally:
+        await http.post("/continue_generation", {})
+        await http.close()
+    assert set((await task).policy_versions.tolist()) == {0, 1}
+
+
+@pytest.mark.sglang
+async def test_a_server_that_dies(literal_server: SglangServer, models: list[Path]) -> None:
+    """All that is under way fails at once. The last test of this server."""
+    async with client(literal_server) as generator:
+        await generator.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        tasks = ask_all(generator, prompts(20, seed=9), name="lost", max_tokens=450, timeout_s=3600)
+        await until_running(generator, 20)
+        literal_server.kill()
+        async with asyncio.timeout(30):
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(error) for error in ended] == [GeneratorError] * 20
+            for asked in (generator.health(), generator.load(), ask(generator, [5], request_id="after")):
+                with pytest.raises(GeneratorError):
+                    await asked
