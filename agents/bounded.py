@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 _ResultT = TypeVar("_ResultT")
 _LOG = logging.getLogger(__name__)
 _HEED_S = 2.0
+_SHORTEST_WAIT_S = 0.05
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
@@ -16,11 +17,17 @@ class DeadlinePassed(Exception):  # noqa: N818 - it is what happened, and become
     """A call did not end within its limit, and was cancelled."""
 
 
-async def bounded(coroutine: Coroutine[Any, Any, _ResultT], *, limit_s: float, what: str) -> _ResultT:
+async def bounded(
+    coroutine: Coroutine[Any, Any, _ResultT],
+    *,
+    limit_s: float,
+    what: str,
+    stood_still_s: Callable[[], float] = lambda: 0.0,
+) -> _ResultT:
     """The result of `coroutine`, run as a task of its own.
 
     Waits for the task; its end, `limit_s` or a cancellation unblocks it. A task that does not end within two
-    seconds of its cancellation is left to itself, and said.
+    seconds of its cancellation is left to itself, and said. The seconds that `stood_still_s` tells do not count.
 
     Raises:
         DeadlinePassed: it did not end within `limit_s`.
@@ -29,6 +36,10 @@ async def bounded(coroutine: Coroutine[Any, Any, _ResultT], *, limit_s: float, w
     task = asyncio.create_task(coroutine)
     try:
         done, _ = await asyncio.wait((task,), timeout=max(limit_s, 0.0))
+        counted_s = 0.0
+        while not done and (more_s := stood_still_s() - counted_s) > 0:
+            counted_s += more_s
+            done, _ = await asyncio.wait((task,), timeout=max(more_s, _SHORTEST_WAIT_S))
     except asyncio.CancelledError:
         await _cancel(task, what)
         raise

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from driftgym.agents.base import AgentTurn, Conversation, OutOfTokensError
 from driftgym.agents.bounded import DeadlinePassed, EpisodeClock, bounded
+from driftgym.agents.generators.parking import PARKED
+from driftgym.agents.generators.traffic import Stopwatch
 from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.spaces import is_scalar_text, scalar_text
@@ -136,15 +138,19 @@ async def generate(
 ) -> AgentTurn | None:
     """The agent's next turn, or None when its token budget has no room for one.
 
-    `clock` gets back the time that the request was queued or paused.
+    `clock` gets back the time that the request was queued, paused or parked; parked, it does not run out of time.
 
     Raises:
         GeneratorError: no answer in time, or the agent's own code failed.
     """
     started_s = time.monotonic()
+    parked = Stopwatch()
+    PARKED.set(parked)
     act = conversation.act(messages, deadline_s=started_s + limits.generation_s, min_policy_version=min_policy_version)
     try:
-        turn = await bounded(act, limit_s=limits.generation_s + GRACE_S, what="generation")
+        turn = await bounded(
+            act, limit_s=limits.generation_s + GRACE_S, what="generation", stood_still_s=lambda: parked.seconds
+        )
     except OutOfTokensError:
         return None
     except EpisodeError:

@@ -16,6 +16,7 @@ import transformers
 
 from driftgym.errors import TrainingError
 from driftgym.processes import serve_calls
+from driftgym.trainer.adapters import adapters_of
 from driftgym.trainer.batching import Row
 from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
 from driftgym.trainer.learner_config import LearnerSpec, OptimizerConfig, ReinforceConfig
@@ -25,7 +26,7 @@ from driftgym.trainer.models import ordinary_token_ids
 from driftgym.trainer.objectives import token_weights
 from driftgym.trainer.training_client import StepReport
 from driftgym.trainer.warmup import warmup_batches, warmup_learning_rate
-from driftgym.trainer.weights import publish_weights
+from driftgym.trainer.weights import WeightPublisher
 from driftgym.types import Segment, WeightUpdate
 
 _MAX_NAMED = 8
@@ -51,6 +52,7 @@ class Learner:
             max_tokens=spec.config.micro_batch_tokens,
             device=device,
         )
+        self._publisher: WeightPublisher | None = None
         self.policy_version = 0
 
     def train_step(self, segments: Sequence[Segment]) -> StepReport:
@@ -115,16 +117,22 @@ class Learner:
             "warmup_s": time.perf_counter() - started,
         }
 
-    def publish(self, folder: Path) -> WeightUpdate:
+    def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
         """See TrainingClient."""
+        if self._publisher is None or self._publisher.root != folder:
+            self._publisher = self._new_publisher(folder)
+        return self._publisher.publish(
+            named_weights(self._model), self.policy_version, adapters=adapters_of(self._model), is_last=is_last
+        )
+
+    def _new_publisher(self, folder: Path) -> WeightPublisher:
         config = json.loads(self._model.config.to_json_string())
-        return publish_weights(
-            named_weights(self._model),
-            root=folder,
-            policy_version=self.policy_version,
-            incarnation=self._spec.incarnation,
+        return WeightPublisher(
+            folder,
             config=config | {"architectures": [type(self._model).__name__]},
             tokenizer_folder=self._spec.model_folder,
+            incarnation=self._spec.incarnation,
+            kinds=self._spec.publishes,
         )
 
     def save(self, folder: Path) -> None:

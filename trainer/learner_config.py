@@ -8,6 +8,7 @@ import pydantic
 
 from driftgym.config import Config
 from driftgym.trainer.models import ModelConfig
+from driftgym.types import WeightKind
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
 
@@ -122,6 +123,8 @@ class LearnerSpec:
     """The temperature that the generators sample at: log-probs are those of the distribution sampled from."""
     incarnation: int
     """The life of the run; travels with each publication."""
+    publishes: tuple[WeightKind, ...] = ("full",)
+    """The kinds of publications that the generators take."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

@@ -20,12 +20,12 @@ from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode
 from driftgym.config import Config, Limits
 from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
-from driftgym.trainer.advantages import AdvantageMethod, group_advantages
+from driftgym.trainer.advantages import AdvantageMethod
 from driftgym.trainer.buffer import Batch, GroupBuffer
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.lineage import Lineage, write_checkpoint
 from driftgym.trainer.producer import PlayGroup, Producer, Supply, TaskSource
-from driftgym.trainer.segments import mask_stale, segments_of
+from driftgym.trainer.segments import group_segments, mask_stale
 from driftgym.trainer.staleness import LagHistogram, LagRule, OnLag
 from driftgym.trainer.stop import RunInterruptedError, Stop
 from driftgym.trainer.summary import LengthRatio, RunClock, batch_figures
@@ -59,7 +59,8 @@ class TrainerConfig(Config):
     )
     weight_update: WeightUpdateMode = pydantic.Field(
         "in_flight",
-        description="`drain` lets running requests end with the old weights first, `abort_resume` cuts and goes on.",
+        description="`in_flight`: running requests go on with the new weights; `drain`: they end with the old ones "
+        "first; `abort_resume`: they are cut, and asked for again from the tokens that they have.",
     )
     checkpoint_every_steps: int = pydantic.Field(50, gt=0)
     advantage: AdvantageMethod = "group_mean"
@@ -118,6 +119,10 @@ class Engines(Protocol):
         """Brings every generator to `update`. Raises GeneratorError when none is left."""
         ...
 
+    def next_iteration(self) -> None:
+        """Lets answers go on that have had their share of an iteration."""
+        ...
+
     async def health(self) -> GeneratorHealth:
         """How they stand. Raises GeneratorError when none answers."""
         ...
@@ -128,7 +133,7 @@ class Parts:
     """What a run is made of, started and at the same policy version.
 
     >>> Parts.__slots__
-    ('client', 'engines', 'play', 'tasks')
+    ('client', 'engines', 'play', 'tasks', 'keep_kv')
     """
 
     client: TrainingClient
@@ -139,6 +144,8 @@ class Parts:
     """Plays a group against them."""
     tasks: TaskSource
     """What is played."""
+    keep_kv: bool = False
+    """Updates in flight keep the KV cache, instead of computing it anew."""
 
 
 class Trainer:
@@ -211,7 +218,7 @@ class Trainer:
             finally:
                 self._clock.end_loop()
         await self._write_checkpoint()
-        await self._parts.client.publish(self._run_dir / "weights")
+        await self._parts.client.publish(self._run_dir / "weights", is_last=True)
 
     async def _step(self) -> None:
         waited = time.monotonic()
@@ -316,11 +323,15 @@ class Trainer:
     async def _take(self, update: WeightUpdate) -> None:
         try:
             await self._parts.engines.update_weights(
-                update, mode=self._config.weight_update, timeout_s=self._limits.weight_update_s
+                update,
+                mode=self._config.weight_update,
+                keep_kv=self._parts.keep_kv,
+                timeout_s=self._limits.weight_update_s,
             )
         except Exception as error:  # whatever it is: without new weights, groups may be waited for without end
             self._buffer.abort(error)
             raise
+        self._parts.engines.next_iteration()
         self._buffer.notify()
 
     async def _update_taken(self) -> None:
@@ -377,15 +388,3 @@ class Trainer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.close_s):
                     await asyncio.gather(producer.close(), *tasks, return_exceptions=True)
-
-
-def group_segments(group: TrajectoryGroup, *, method: AdvantageMethod) -> list[Segment]:
-    """The training rows of a group: its scored members, each with its advantage over its siblings."""
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    advantages = group_advantages(rewards, method=method)
-    return [
-        segment
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
-        if advantage is not None
-        for segment in segments_of(trajectory, advantage=advantage)
-    ]

@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor, nn
 
 from driftgym.errors import ConfigError
+from driftgym.trainer.adapters import ADAPTER_NAME
 from driftgym.trainer.last_layer import prune_last_layer
 from driftgym.trainer.models import LoraConfig, ModelConfig
 
-_ADAPTER = "default"
 _CHECK_TOLERANCE = 1e-4
 
 
@@ -57,7 +57,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         seen.add(id(tensor))
         value = tensor.detach()
         if plain_owner in merged and leaf == "weight":
-            delta = cast(Any, merged[plain_owner]).get_delta_weight(_ADAPTER)
+            delta = cast(Any, merged[plain_owner]).get_delta_weight(ADAPTER_NAME)
             value = value + delta.to(value.dtype)
         yield f"{plain_owner}.{leaf}" if plain_owner else leaf, value
 
@@ -79,7 +79,7 @@ def _with_adapters(model: Any, config: LoraConfig, folder: Path) -> Any:
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
     )
     try:
-        model = peft.inject_adapter_in_model(lora, model, adapter_name=_ADAPTER)
+        model = peft.inject_adapter_in_model(lora, model, adapter_name=ADAPTER_NAME)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules: {folder}: {_first_line(error)}") from None
     for parameter in trained_parameters(model).values():

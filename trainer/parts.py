@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from driftgym.agents.base import Agent
 from driftgym.agents.demonstrations import demonstrate
@@ -21,7 +22,7 @@ from driftgym.envs.base import ToolEnv
 from driftgym.envs.registry import make_env
 from driftgym.envs.slots import EnvSlots
 from driftgym.envs.tasks import SeededTasks
-from driftgym.errors import ConfigError, TrainingError
+from driftgym.errors import ConfigError, GeneratorError, TrainingError
 from driftgym.metrics import check_metrics
 from driftgym.sandboxes.base import SandboxProvider
 from driftgym.sandboxes.providers import open_provider
@@ -32,8 +33,10 @@ from driftgym.trainer.producer import PlayGroup
 from driftgym.trainer.run_config import RunConfig
 from driftgym.trainer.segments import segments_of
 from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
-from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightUpdate
+from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightKind, WeightUpdate
 
+_NO_VERSION = -1
+_EMBEDDED_TAKE: tuple[WeightKind, ...] = ("full", "delta", "lora")
 _DEMONSTRATION_SEED = 1 << 20  # added to the run's seed: what is demonstrated is not what is played
 
 
@@ -116,7 +119,8 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
     engines = await _start_engines(request, update, closer, probe_id=prepared.renderer.stop_token_ids[0])
     agent = ToolAgent(engines, prepared.renderer, config.agent)
     tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
-    return Parts(client=client, engines=engines, play=group_player(config, agent, slots, say=say), tasks=tasks)
+    play = group_player(config, agent, slots, say=say)
+    return Parts(client=client, engines=engines, play=play, tasks=tasks, keep_kv=config.generator.keep_kv)
 
 
 def group_player(config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Callable[[str], None]) -> PlayGroup:
@@ -201,6 +205,7 @@ async def _start_learner(prepared: Prepared, request: StartRequest, closer: Clos
         seed=config.seed,
         temperature=config.agent.temperature,
         incarnation=request.incarnation,
+        publishes=_EMBEDDED_TAKE if config.generator.kind == "embedded" else ("full",),
     )
     client = await ProcessTrainingClient.start(spec, limits=config.limits)
     closer.add("the learner", client.close)
@@ -236,11 +241,14 @@ async def _start_engines(
     request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int
 ) -> GeneratorPool:
     """The generators of the run, all with the weights of `update`."""
-    config, timeout_s = request.config, request.config.limits.weight_update_s
+    if request.config.generator.kind == "embedded":
+        return await _start_servers(request, update, closer)
+    return await _join_servers(request, update, closer, probe_id=probe_id)
 
-    def tell(event: str, text: str) -> None:
-        request.say(text)
-        request.count(event)
+
+async def _start_servers(request: StartRequest, update: WeightUpdate, closer: Closer) -> GeneratorPool:
+    """Embedded servers. One that is lost is replaced by another, which begins with the newest full weights."""
+    config, timeout_s = request.config, request.config.limits.weight_update_s
 
     async def start(weights: WeightUpdate) -> Generator:
         return await start_embedded(
@@ -253,27 +261,63 @@ async def _start_engines(
             close_timeout_s=config.limits.close_s,
         )
 
-    if config.generator.kind == "sglang":
-        max_concurrency = config.generator.max_concurrency
-        servers = [
-            SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=max_concurrency)
-            for url in config.generator.urls
-        ]
-        pool = GeneratorPool(servers, policy_version=update.policy_version, on_event=tell)
-        closer.add("the generators", pool.close)
-        await pool.update_weights(update, mode="in_flight", timeout_s=timeout_s)
-        for server in servers:
-            await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
-        return pool
-    pool = GeneratorPool(
+    async def start_another() -> Generator:
+        weights = pool.latest_full or update
+        try:
+            return await start(weights)
+        except GeneratorError:
+            # Where newer ones were published meanwhile, these may have been removed while they were read.
+            if pool.latest_full in (None, weights):
+                raise
+            return await start_another()
+
+    pool = _pool_of(
         await _start_all(lambda: start(update), num=config.generator.num_servers),
+        request,
         policy_version=update.policy_version,
-        restart=lambda: start(pool.latest_update or update),
+        came_with=update,
+        restart=start_another,
         restart_timeout_s=timeout_s,
-        on_event=tell,
     )
     closer.add("the generators", pool.close)
     return pool
+
+
+async def _join_servers(request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int) -> GeneratorPool:
+    """Servers that somebody else started: all are given the weights, and asked what their log-probs are of."""
+    config = request.config
+    servers = [
+        SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=config.generator.max_concurrency)
+        for url in config.generator.urls
+    ]
+    # They have any weights: none that this run published.
+    pool = _pool_of(servers, request, policy_version=_NO_VERSION)
+    closer.add("the generators", pool.close)
+    await pool.update_weights(update, mode="in_flight", timeout_s=config.limits.weight_update_s)
+    for server in servers:
+        await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
+    return pool
+
+
+def _pool_of(
+    generators: Sequence[Generator], request: StartRequest, *, policy_version: int, **options: Any
+) -> GeneratorPool:
+    config = request.config.generator
+
+    def tell(event: str, text: str) -> None:
+        request.say(text)
+        request.count(event)
+
+    return GeneratorPool(
+        generators,
+        policy_version=policy_version,
+        chunk_tokens=config.chunk_tokens,
+        iteration_tokens=config.iteration_tokens,
+        max_concurrency=config.max_concurrency,
+        max_paused_share=config.max_paused_share,
+        on_event=tell,
+        **options,
+    )
 
 
 async def _start_all(start: Callable[[], Awaitable[Generator]], *, num: int) -> list[Generator]:

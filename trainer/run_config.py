@@ -70,12 +70,28 @@ class RunConfig(Config):
                 f"agent.max_context_tokens {self.agent.max_context_tokens} is above generator.max_context_tokens "
                 f"{self.generator.max_context_tokens}: no generator would take such a prompt"
             )
+        if problem := self._updates_problem():
+            raise ValueError(problem)
         try:
             check_pool(self.sandbox.spec, self.sandbox.pool, num_boxes=self.num_slots)
         except ConfigError as error:
             slots = f"trainer.max_in_flight_groups x group_size = {self.num_slots} episodes play at once"
             raise ValueError(f"{error} ({slots})") from None
         return self
+
+    def _updates_problem(self) -> str | None:
+        """What does not go together of that which concerns new weights."""
+        if self.generator.iteration_tokens is not None and self.trainer.max_lag < 1:
+            return (
+                "generator.iteration_tokens parks long answers until the next weights come, so that their tokens are "
+                "of several versions: set trainer.max_lag to 1 at least, or iteration_tokens to null"
+            )
+        if self.generator.keep_kv and self.trainer.weight_update != "in_flight":
+            return (
+                f"generator.keep_kv goes with trainer.weight_update: in_flight alone, not with "
+                f"{self.trainer.weight_update}; set it to false"
+            )
+        return None
 
     @property
     def num_slots(self) -> int:

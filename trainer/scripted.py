@@ -58,7 +58,7 @@ class ScriptedTrainingClient:
         await asyncio.sleep(self._step_s)
         if self._version + 1 == self._fail_at_step:
             raise TrainingError("the learner is gone")
-        fresh = sum(int((s.train_mask & (s.policy_versions == self._version)).sum()) for s in segments)
+        fresh = sum(int((s.train_mask & s.exact_mask & (s.policy_versions == self._version)).sum()) for s in segments)
         self.trained.append(tuple(segment.trajectory_id for segment in segments))
         self._version += 1
         return StepReport(
@@ -68,8 +68,9 @@ class ScriptedTrainingClient:
             lag0_ratio_sum=float(fresh),
         )
 
-    async def publish(self, folder: Path) -> WeightUpdate:
-        """See TrainingClient."""
+    async def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
+        """See TrainingClient. Every publication is full."""
+        del is_last
         location = folder / f"{self._incarnation}-{self._version:08d}"
         if not location.exists():
             with sealed_folder(location) as partial:
@@ -106,6 +107,22 @@ class ScriptedTrainingClient:
         self.is_closed = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUpdate:
+    """Weights that scripted engines took.
+
+    >>> TakenUpdate(policy_version=4, mode="drain", keep_kv=False).mode
+    'drain'
+    """
+
+    policy_version: int
+    """Which."""
+    mode: WeightUpdateMode
+    """What became of running requests."""
+    keep_kv: bool
+    """Whether the KV cache was kept."""
+
+
 class ScriptedEngines:
     """Engines that take weights after a while, and are always busy."""
 
@@ -115,8 +132,10 @@ class ScriptedEngines:
         self._started = time.monotonic()
         self.version = WeightVersion(incarnation=incarnation, policy_version=policy_version)
         """The weights that requests are answered with now."""
-        self.updates: list[tuple[int, bool]] = []
-        """The version of each update, and whether it drained."""
+        self.updates: list[TakenUpdate] = []
+        """What was taken, in order."""
+        self.num_iterations = 0
+        """How often an iteration was begun."""
 
     @property
     def min_version(self) -> int:
@@ -130,7 +149,11 @@ class ScriptedEngines:
         async with asyncio.timeout(timeout_s):
             await asyncio.sleep(self._update_s)
         self.version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
-        self.updates.append((update.policy_version, mode == "drain"))
+        self.updates.append(TakenUpdate(policy_version=update.policy_version, mode=mode, keep_kv=keep_kv))
+
+    def next_iteration(self) -> None:
+        """See Engines."""
+        self.num_iterations += 1
 
     async def health(self) -> GeneratorHealth:
         """See Engines."""

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from driftgym.types import BoolArray, Completion, Segment, Trajectory, Turn
+from driftgym.trainer.advantages import AdvantageMethod, group_advantages
+from driftgym.types import BoolArray, Completion, Segment, Trajectory, TrajectoryGroup, Turn
 
 
 def segments_of(trajectory: Trajectory, *, advantage: float) -> list[Segment]:
@@ -30,6 +31,18 @@ def segments_of(trajectory: Trajectory, *, advantage: float) -> list[Segment]:
     return [
         _segment(part, trajectory_id=trajectory.trajectory_id, segment_index=index, advantage=advantage)
         for index, part in enumerate(sampled)
+    ]
+
+
+def group_segments(group: TrajectoryGroup, *, method: AdvantageMethod) -> list[Segment]:
+    """The training rows of a group: its scored members, each with its advantage over its siblings."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    advantages = group_advantages(rewards, method=method)
+    return [
+        segment
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+        if advantage is not None
+        for segment in segments_of(trajectory, advantage=advantage)
     ]
 
 

@@ -67,11 +67,15 @@ class TrainingClient(Protocol):
         """
         ...
 
-    async def publish(self, folder: Path) -> WeightUpdate:
+    async def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
         """Writes the current weights into a new folder below `folder`, whole or not at all.
 
         The update's location is that new folder: one per publication, named after incarnation and policy version.
-        The two newest publications are kept below `folder`, older ones are removed.
+        The two newest publications and those that they build on are kept below `folder`, older ones are removed.
+
+        Args:
+            folder: where publications go.
+            is_last: the last of the run: a whole model, whatever the kinds that the generators take.
         """
         ...
 
@@ -132,9 +136,9 @@ class ProcessTrainingClient:
         report: StepReport = await self._call("train_step", list(segments))
         return report
 
-    async def publish(self, folder: Path) -> WeightUpdate:
+    async def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
         """See TrainingClient."""
-        update: WeightUpdate = await self._call("publish", folder)
+        update: WeightUpdate = await self._call("publish", folder, is_last=is_last)
         return update
 
     async def save(self, folder: Path) -> None:

@@ -84,7 +84,8 @@ class Joining:
                     await member.empty(of_requests=False)
         finally:
             member.interrupt()
-            self._roster.drop(member)
+            closing = self._roster.drop(member)
+        await asyncio.wait((closing,))
         self._roster.tell_left(member)
 
     async def pause(self) -> None:

@@ -1,5 +1,6 @@
 """Who belongs to a pool: engines join, are lost, come back and leave."""
 
+import asyncio
 import itertools
 from collections.abc import Callable
 
@@ -127,12 +128,12 @@ class Roster:
         self._on_event(RETURNED, f"generator {member.name} is back, with weights {member.policy_version}")
         self._on_change()
 
-    def drop(self, member: Member) -> None:
-        """It belongs to it no more, and is closed beside the caller."""
+    def drop(self, member: Member) -> asyncio.Task[None]:
+        """It belongs to it no more. Returns the task that closes it."""
         member.is_leaving = True
         if member in self.members:
             self.members.remove(member)
-            self._background.start(close_quietly(member.generator))
+        return self._background.start(close_quietly(member.generator))
 
     def tell_left(self, member: Member) -> None:
         """Says that it left as it was asked to."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode, WeightVersion
+from driftgym.agents.generators.base import GeneratorHealth, GeneratorLoad, Scores, WeightUpdateMode, WeightVersion
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, FinishReason, SamplingParams, WeightUpdate, float32_array, int32_array
 
@@ -43,12 +43,31 @@ class _Running:
 
     token_ids: list[int] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    kv_version: int = 0
     is_aborted: bool = False
     queue_s: float = 0.0
 
+    def completion(
+        self, request_id: str, *, finish_reason: FinishReason, logprob: float, latency_s: float
+    ) -> Completion:
+        """It, as far as it was written."""
+        rests_on_older = bool(self.policy_versions) and self.kv_version < max(self.policy_versions)
+        return Completion(
+            request_id=request_id,
+            token_ids=int32_array(self.token_ids),
+            logprobs=float32_array([logprob] * len(self.token_ids)),
+            policy_versions=int32_array(self.policy_versions),
+            kv_min_policy_version=self.kv_version if rests_on_older else None,
+            finish_reason="abort" if self.is_aborted else finish_reason,
+            latency_s=max(0.0, latency_s - self.queue_s),
+        )
+
 
 class ScriptedGenerator:
-    """Implements `Generator` without a model. Every token has the same log-prob."""
+    """Implements `Generator` without a model. Every token has the same log-prob.
+
+    It has a KV cache as an engine does: that of a session's prompt and tokens, until an update drops it.
+    """
 
     def __init__(
         self,
@@ -79,12 +98,16 @@ class ScriptedGenerator:
         self._logprob = logprob
         self._vocab_size = vocab_size
         self._running: dict[str, _Running] = {}
+        self._waiting: dict[str, _Running] = {}
+        self._kv_versions: dict[str, int] = {}  # of each session, the oldest version whose KV is cached
         self._num_failures = 0
         self._is_dead = False
         self._is_hung = False
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._ended = asyncio.Event()
+        self._admits = asyncio.Event()
+        self._admits.set()
         self._busy_s = 0.0
         self._busy_since = 0.0
 
@@ -96,6 +119,7 @@ class ScriptedGenerator:
         """The engine is gone: everything under way, and everything from now on, raises GeneratorError."""
         self._is_dead = True
         self._goes_on.set()
+        self._ended.set()
 
     def hang(self) -> None:
         """The engine stands still: requests and `health` get no answer any more."""
@@ -114,26 +138,24 @@ class ScriptedGenerator:
     ) -> Completion:
         """As `Generator.generate`."""
         self._check(prompt_token_ids)
+        started, running = time.monotonic(), _Running()
+        if not self._admits.is_set():
+            await self._wait_for_drain(running, request_id, deadline_s)
         if self._version.policy_version < min_policy_version:
             raise GeneratorError(f"has version {self._version}, at least {min_policy_version} was asked for")
         request = ScriptedRequest(
             prompt_token_ids=prompt_token_ids, sampling=sampling, request_id=request_id, session_id=session_id
         )
         self.requests.append(request)
-        started = time.monotonic()
         planned, finish = _cut(self._script(request), sampling)
-        running = _Running()
-        if self._token_latency_s == 0.0 and self._goes_on.is_set():
+        running.kv_version = self._kv_versions.setdefault(session_id, self._version.policy_version)
+        if self._token_latency_s == 0.0 and self._goes_on.is_set() and not running.is_aborted:
             running.token_ids, running.policy_versions = planned, [self._version.policy_version] * len(planned)
         else:
             await self._write_slowly(planned, running, request_id, deadline_s)
-        return Completion(
-            request_id=request_id,
-            token_ids=int32_array(running.token_ids),
-            logprobs=float32_array([self._logprob] * len(running.token_ids)),
-            policy_versions=int32_array(running.policy_versions),
-            finish_reason="abort" if running.is_aborted else finish,
-            latency_s=max(0.0, time.monotonic() - started - running.queue_s),
+        self._kv_versions.setdefault(session_id, running.kv_version)
+        return running.completion(
+            request_id, finish_reason=finish, logprob=self._logprob, latency_s=time.monotonic() - started
         )
 
     def _check(self, prompt_token_ids: Sequence[int]) -> None:
@@ -149,6 +171,20 @@ class ScriptedGenerator:
         if self._num_failures:
             self._num_failures -= 1
             raise GeneratorError("the scripted generator fails as it was told")
+
+    async def _wait_for_drain(self, running: _Running, request_id: str, deadline_s: float) -> None:
+        began = time.monotonic()
+        self._waiting[request_id] = running
+        try:
+            async with asyncio.timeout(deadline_s - began):
+                while not (self._admits.is_set() or running.is_aborted):
+                    await self._admits.wait()
+        except TimeoutError:
+            raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
+        finally:
+            self._waiting.pop(request_id, None)
+            running.queue_s += time.monotonic() - began
+        self._raise_if_gone()
 
     async def _write_slowly(self, planned: list[int], running: _Running, request_id: str, deadline_s: float) -> None:
         try:
@@ -192,14 +228,28 @@ class ScriptedGenerator:
                 self._busy_s += time.monotonic() - self._busy_since
                 self._ended.set()
 
+    async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> Scores:
+        """As `Generator.score`; every token has the same log-prob."""
+        self._check(token_ids)
+        if not 1 <= num_given < len(token_ids):
+            raise ValueError(f"the prompt has {len(token_ids)} ids and {num_given} are given: nothing to score")
+        if not self._goes_on.is_set():
+            await self._until(self._goes_on, limit_s=deadline_s - time.monotonic(), what="scored by its deadline")
+        return Scores(logprobs=float32_array([self._logprob] * (len(token_ids) - num_given)), version=self._version)
+
     async def abort(self, request_id: str | None = None) -> None:
         """As `Generator.abort`."""
         self._raise_if_gone()
-        for running_id, running in self._running.items():
-            running.is_aborted = running.is_aborted or request_id in (None, running_id)
-        if not self._goes_on.is_set():  # wakes those that wait, so that the aborted ones see it
-            self._goes_on.set()
-            self._goes_on.clear()
+        self._abort(request_id)
+
+    def _abort(self, request_id: str | None) -> None:
+        for requests in (self._running, self._waiting):
+            for running_id, running in requests.items():
+                running.is_aborted = running.is_aborted or request_id in (None, running_id)
+        for event in (self._goes_on, self._admits):
+            if not event.is_set():  # wakes those that wait, so that the aborted ones see it
+                event.set()
+                event.clear()
 
     async def pause(self) -> None:
         """As `Generator.pause`."""
@@ -218,17 +268,47 @@ class ScriptedGenerator:
     async def update_weights(
         self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
     ) -> None:
-        """As `Generator.update_weights`; `drain` waits for the running requests, without holding up new ones."""
+        """As `Generator.update_weights`."""
+        if keep_kv and mode != "in_flight":
+            raise ValueError(f"keep_kv goes with in_flight alone, not with {mode}")
         self._raise_failure()
         if update.incarnation != self._version.incarnation:
             raise GeneratorError(f"weights of life {update.incarnation}, this is {self._version.incarnation}")
+        if self._is_hung:
+            await self._until(self._goes_on, limit_s=timeout_s, what="updated")
         if mode == "drain" and self.num_running:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._ended.wait()
-            except TimeoutError:
-                raise GeneratorError(f"not drained within {timeout_s} s") from None
+            await self._drain(timeout_s)
+        if mode == "abort_resume":
+            self._abort(None)
         self._version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
+        if not keep_kv:
+            self._drop_cache()
+
+    async def _drain(self, timeout_s: float) -> None:
+        self._admits.clear()
+        try:
+            await self._until(self._ended, limit_s=timeout_s, what="drained")
+        finally:
+            self._admits.set()
+
+    def _drop_cache(self) -> None:
+        """Running requests read all that they have anew."""
+        self._kv_versions.clear()
+        for running in self._running.values():
+            running.kv_version = self._version.policy_version
+
+    async def _until(self, event: asyncio.Event, *, limit_s: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await event.wait()
+        except TimeoutError:
+            raise GeneratorError(f"the scripted generator was not {what}") from None
+        self._raise_if_gone()
+
+    async def load(self) -> GeneratorLoad:
+        """As `Generator.load`."""
+        health = await self.health()
+        return GeneratorLoad(num_running=health.num_running, num_queued=health.num_queued)
 
     async def health(self) -> GeneratorHealth:
         """As `Generator.health`."""
@@ -237,13 +317,17 @@ class ScriptedGenerator:
             await self._goes_on.wait()
         now_s = time.monotonic() - self._busy_since if self.num_running else 0.0
         return GeneratorHealth(
-            version=self._version, num_running=self.num_running, num_queued=0, busy_s=self._busy_s + now_s
+            version=self._version,
+            num_running=self.num_running,
+            num_queued=len(self._waiting),
+            busy_s=self._busy_s + now_s,
         )
 
     async def close(self) -> None:
         """As `Generator.close`."""
         self.is_closed = True
         self._goes_on.set()
+        self._ended.set()
 
 
 def _in_order(answers: Iterator[Sequence[int]]) -> Script:

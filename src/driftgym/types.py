@@ -20,6 +20,7 @@ BoolArray = NDArray[np.bool_]
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
+WeightKind = Literal["full", "delta", "lora"]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -387,12 +388,13 @@ class WeightUpdate:
     incarnation: int
     """The life of the run that published them: weights of a lost life are recognised and refused."""
     location: str
-    """Where they are: for transport `disk`, a folder that transformers can load."""
+    """Where they are: for transport `disk` a folder, which for `full` transformers can load."""
     checksum: str
     """`sha256:` and the digest of the weights file."""
     base_policy_version: int | None = None
-    """For `delta`: the version that the tensors are put on; None otherwise."""
-    kind: Literal["full", "delta", "lora"] = "full"
-    """What the tensors are."""
+    """For `delta` and `lora`: the publication that they are put on; None for `full`."""
+    kind: WeightKind = "full"
+    """What is there: `full` a model, `delta` the tensors that differ from those of the base, `lora` a peft adapter,
+    put on the full weights of the base in the place of any adapter before."""
     transport: Literal["disk", "tensor", "nccl"] = "disk"
     """How they travel."""

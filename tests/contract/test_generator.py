@@ -1,4 +1,4 @@
-"""The contract of a generator, over every implementation: scripted, an embedded server process, a pool of two."""
+"""The contract of a generator, over every implementation: scripted, embedded, a real SGLang server, a pool of two."""
 
 import asyncio
 import time
@@ -14,6 +14,7 @@ from driftgym.agents.generators.base import Generator, WeightVersion
 from driftgym.agents.generators.launch import GeneratorConfig, start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import ScriptedGenerator
+from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
 
@@ -53,13 +54,22 @@ def scripted() -> ScriptedGenerator:
     )
 
 
-@pytest.fixture(params=["scripted", pytest.param("embedded", marks=pytest.mark.slow), "pool"])
+EMBEDDED = pytest.param("embedded", marks=pytest.mark.slow)
+SGLANG = pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(600)])
+
+
+@pytest.fixture(params=["scripted", EMBEDDED, "pool", SGLANG])
 async def generator(request: pytest.FixtureRequest, folders: list[Path]) -> AsyncIterator[Generator]:
     made: Generator
     if request.param == "scripted":
         made = scripted()
     elif request.param == "pool":
         made = GeneratorPool([scripted(), scripted()], policy_version=0)
+    elif request.param == "sglang":
+        made = SGLangGenerator(
+            request.getfixturevalue("sglang_server").url, incarnation=INCARNATION, max_concurrency=80
+        )
+        await made.update_weights(_update(folders, 0), mode="in_flight", timeout_s=60)
     else:
         made = await start_embedded(
             folders[0], CONFIG, incarnation=INCARNATION, policy_version=0, timeout_s=90, close_timeout_s=10

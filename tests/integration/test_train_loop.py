@@ -128,13 +128,14 @@ async def test_sync_trains_only_on_the_newest_version(tmp_path: Path) -> None:
     parts = scripted.ScriptedParts(step_s=0.01, update_s=0.01)
     result = await scripted.begin(config, parts)
     assert result.summary["lag_max"] == 0
-    assert parts.engines.updates == [(version, True) for version in range(1, 12)]
+    taken = [(update.policy_version, update.mode) for update in parts.engines.updates]
+    assert taken == [(version, "drain") for version in range(1, 12)]
 
 
 async def test_in_flight_updates_overlap_with_the_next_steps(tmp_path: Path) -> None:
     parts = scripted.ScriptedParts(step_s=0.01, update_s=0.1)
     result = await scripted.begin(scripted.run_config(tmp_path, "trainer.max_lag=8"), parts)
-    assert parts.engines.updates[0] == (2, False)
+    assert (parts.engines.updates[0].policy_version, parts.engines.updates[0].mode) == (2, "in_flight")
     assert 1 <= result.summary["lag_max"] <= 8
 
 

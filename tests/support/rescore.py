@@ -1,6 +1,7 @@
 """What a model says of given tokens, by the trainer's own scoring in float32."""
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def rescore_kept(old: Path, new: Path, prompt: list[int], completion: Completion
     num_old = int((completion.policy_versions == completion.policy_versions[0]).sum())
     num_read = len(prompt) + num_old - 1  # the newest token of the old weights is read by the new ones
     read = load(old)(torch.tensor([ids[:num_read]]), use_cache=True)
-    after = load(new)(torch.tensor([ids[num_read:]]), past_key_values=read.past_key_values)
+    with warnings.catch_warnings():  # later releases call it `cache`, which earlier ones do not know
+        warnings.simplefilter("ignore", FutureWarning)
+        after = load(new)(torch.tensor([ids[num_read:]]), past_key_values=read.past_key_values)
     logits_TV = torch.cat([read.logits[0], after.logits[0]])[:-1]
     logprobs = torch.log_softmax(logits_TV, dim=-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return logprobs[len(prompt) - 1 :].numpy()
