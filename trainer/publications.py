@@ -73,9 +73,12 @@ def read_publication(folder: Path) -> WeightUpdate:
     """
     record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     try:
-        return WeightUpdate(location=str(folder), **record)
+        update = WeightUpdate(location=str(folder), **record)
     except TypeError as error:
         raise ValueError(f"{folder / RECORD_FILE}: {error}") from None
+    if not isinstance(update.base_policy_version, int | None):
+        raise ValueError(f"{folder / RECORD_FILE}: base_policy_version is no number")
+    return update
 
 
 def remove_unused(root: Path) -> None:

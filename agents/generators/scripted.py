@@ -1,12 +1,12 @@
 """The fake twin of an engine: answers from a script, with latency, versions, pauses and failures on demand."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from driftgym.agents.generators.base import GeneratorHealth, GeneratorLoad, Scores, WeightUpdateMode, WeightVersion
+from driftgym.agents.generators.traffic import Stopwatch
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, FinishReason, SamplingParams, WeightUpdate, float32_array, int32_array
 
@@ -34,26 +34,25 @@ Script = Callable[[ScriptedRequest], Sequence[int]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Running:
+class _Answer:
     """An answer that is being written; it grows.
 
-    >>> _Running().is_aborted
+    >>> _Answer(request_id="r").is_aborted
     False
     """
 
+    request_id: str
     token_ids: list[int] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     kv_version: int = 0
     is_aborted: bool = False
     queue_s: float = 0.0
 
-    def completion(
-        self, request_id: str, *, finish_reason: FinishReason, logprob: float, latency_s: float
-    ) -> Completion:
+    def completion(self, *, finish_reason: FinishReason, logprob: float, latency_s: float) -> Completion:
         """It, as far as it was written."""
         rests_on_older = bool(self.policy_versions) and self.kv_version < max(self.policy_versions)
         return Completion(
-            request_id=request_id,
+            request_id=self.request_id,
             token_ids=int32_array(self.token_ids),
             logprobs=float32_array([logprob] * len(self.token_ids)),
             policy_versions=int32_array(self.policy_versions),
@@ -61,6 +60,41 @@ class _Running:
             finish_reason="abort" if self.is_aborted else finish_reason,
             latency_s=max(0.0, latency_s - self.queue_s),
         )
+
+
+class _Gate:
+    """An event that those wait for whose answer is not aborted."""
+
+    def __init__(self) -> None:
+        """Open."""
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    def is_set(self) -> bool:
+        """True while it is open."""
+        return self._opened.is_set()
+
+    def set(self) -> None:
+        """Opens it."""
+        self._opened.set()
+
+    def clear(self) -> None:
+        """Closes it."""
+        self._opened.clear()
+
+    def nudge(self) -> None:
+        """Lets those that wait look whether they were aborted."""
+        if not self._opened.is_set():
+            self._opened.set()
+            self._opened.clear()
+
+    async def wait(self, answer: _Answer | None = None) -> None:
+        """Until it is open, or `answer` is aborted; the time is added to that of `answer`."""
+        began = time.monotonic()
+        while not (self._opened.is_set() or (answer is not None and answer.is_aborted)):
+            await self._opened.wait()
+        if answer is not None:
+            answer.queue_s += time.monotonic() - began
 
 
 class ScriptedGenerator:
@@ -90,26 +124,27 @@ class ScriptedGenerator:
         """
         self.requests: list[ScriptedRequest] = []
         """Every request so far, in order."""
-        self.num_running = 0
         self.is_closed = False
         self._script = script if callable(script) else _in_order(iter(script))
         self._version = WeightVersion(incarnation=incarnation, policy_version=policy_version)
         self._token_latency_s = token_latency_s
         self._logprob = logprob
         self._vocab_size = vocab_size
-        self._running: dict[str, _Running] = {}
-        self._waiting: dict[str, _Running] = {}
+        self._running: set[_Answer] = set()
+        self._waiting: set[_Answer] = set()
         self._kv_versions: dict[str, int] = {}  # of each session, the oldest version whose KV is cached
         self._num_failures = 0
         self._is_dead = False
         self._is_hung = False
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
+        self._goes_on = _Gate()
+        self._admits = _Gate()
         self._ended = asyncio.Event()
-        self._admits = asyncio.Event()
-        self._admits.set()
-        self._busy_s = 0.0
-        self._busy_since = 0.0
+        self._busy = Stopwatch()
+
+    @property
+    def num_running(self) -> int:
+        """Answers that are being written."""
+        return len(self._running)
 
     def fail_next(self, num_requests: int = 1) -> None:
         """The next so many requests, or weight updates, raise GeneratorError."""
@@ -138,9 +173,11 @@ class ScriptedGenerator:
     ) -> Completion:
         """As `Generator.generate`."""
         self._check(prompt_token_ids)
-        started, running = time.monotonic(), _Running()
+        started, answer = time.monotonic(), _Answer(request_id=request_id)
         if not self._admits.is_set():
-            await self._wait_for_drain(running, request_id, deadline_s)
+            await self._wait_for_drain(answer, deadline_s)
+        if answer.is_aborted:
+            return answer.completion(finish_reason="abort", logprob=self._logprob, latency_s=0.0)
         if self._version.policy_version < min_policy_version:
             raise GeneratorError(f"has version {self._version}, at least {min_policy_version} was asked for")
         request = ScriptedRequest(
@@ -148,15 +185,13 @@ class ScriptedGenerator:
         )
         self.requests.append(request)
         planned, finish = _cut(self._script(request), sampling)
-        running.kv_version = self._kv_versions.setdefault(session_id, self._version.policy_version)
-        if self._token_latency_s == 0.0 and self._goes_on.is_set() and not running.is_aborted:
-            running.token_ids, running.policy_versions = planned, [self._version.policy_version] * len(planned)
+        answer.kv_version = self._kv_versions.setdefault(session_id, self._version.policy_version)
+        if self._token_latency_s == 0.0 and self._goes_on.is_set():
+            answer.token_ids, answer.policy_versions = planned, [self._version.policy_version] * len(planned)
         else:
-            await self._write_slowly(planned, running, request_id, deadline_s)
-        self._kv_versions.setdefault(session_id, running.kv_version)
-        return running.completion(
-            request_id, finish_reason=finish, logprob=self._logprob, latency_s=time.monotonic() - started
-        )
+            await self._write_slowly(planned, answer, deadline_s)
+        self._kv_versions.setdefault(session_id, answer.kv_version)
+        return answer.completion(finish_reason=finish, logprob=self._logprob, latency_s=time.monotonic() - started)
 
     def _check(self, prompt_token_ids: Sequence[int]) -> None:
         if len(prompt_token_ids) == 0:
@@ -166,67 +201,55 @@ class ScriptedGenerator:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._is_dead or self.is_closed:
-            raise GeneratorError("the scripted generator is gone")
+        self._raise_if_gone()
         if self._num_failures:
             self._num_failures -= 1
             raise GeneratorError("the scripted generator fails as it was told")
 
-    async def _wait_for_drain(self, running: _Running, request_id: str, deadline_s: float) -> None:
-        began = time.monotonic()
-        self._waiting[request_id] = running
-        try:
-            async with asyncio.timeout(deadline_s - began):
-                while not (self._admits.is_set() or running.is_aborted):
-                    await self._admits.wait()
-        except TimeoutError:
-            raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
-        finally:
-            self._waiting.pop(request_id, None)
-            running.queue_s += time.monotonic() - began
-        self._raise_if_gone()
-
-    async def _write_slowly(self, planned: list[int], running: _Running, request_id: str, deadline_s: float) -> None:
-        try:
-            with self._registered(request_id, running):
-                async with asyncio.timeout(deadline_s - time.monotonic()):
-                    await self._write(planned, running)
-        except TimeoutError:
-            raise GeneratorError(f"request {request_id} got no answer by its deadline") from None
-
-    async def _write(self, planned: list[int], running: _Running) -> None:
-        for token_id in planned:
-            await self._wait_to_go_on(running)
-            await asyncio.sleep(self._token_latency_s)
-            await self._wait_to_go_on(running)
-            if running.is_aborted:
-                return
-            running.token_ids.append(token_id)
-            running.policy_versions.append(self._version.policy_version)
-
-    async def _wait_to_go_on(self, running: _Running) -> None:
-        began = time.monotonic()
-        while not (self._goes_on.is_set() or running.is_aborted):
-            await self._goes_on.wait()
-        running.queue_s += time.monotonic() - began
+    def _raise_if_gone(self) -> None:
         if self._is_dead or self.is_closed:
             raise GeneratorError("the scripted generator is gone")
 
-    @contextlib.contextmanager
-    def _registered(self, request_id: str, running: _Running) -> Iterator[None]:
-        if self.num_running == 0:
-            self._busy_since = time.monotonic()
-        self.num_running += 1
-        self._running[request_id] = running
+    async def _wait_for_drain(self, answer: _Answer, deadline_s: float) -> None:
+        self._waiting.add(answer)
+        try:
+            await self._within(self._admits.wait(answer), deadline_s - time.monotonic(), _late(answer))
+        finally:
+            self._waiting.discard(answer)
+
+    async def _write_slowly(self, planned: list[int], answer: _Answer, deadline_s: float) -> None:
+        self._running.add(answer)
+        self._busy.run(True)
         self._ended.clear()
         try:
-            yield
+            await self._within(self._write(planned, answer), deadline_s - time.monotonic(), _late(answer))
         finally:
-            self.num_running -= 1
-            self._running.pop(request_id, None)
-            if self.num_running == 0:
-                self._busy_s += time.monotonic() - self._busy_since
+            self._running.discard(answer)
+            if not self._running:
+                self._busy.run(False)
                 self._ended.set()
+
+    async def _write(self, planned: list[int], answer: _Answer) -> None:
+        for token_id in planned:
+            await self._wait_to_go_on(answer)
+            await asyncio.sleep(self._token_latency_s)
+            await self._wait_to_go_on(answer)
+            if answer.is_aborted:
+                return
+            answer.token_ids.append(token_id)
+            answer.policy_versions.append(self._version.policy_version)
+
+    async def _wait_to_go_on(self, answer: _Answer) -> None:
+        await self._goes_on.wait(answer)
+        self._raise_if_gone()
+
+    async def _within(self, waiting: Awaitable[object], limit_s: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await waiting
+        except TimeoutError:
+            raise GeneratorError(what) from None
+        self._raise_if_gone()
 
     async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> Scores:
         """As `Generator.score`; every token has the same log-prob."""
@@ -234,7 +257,7 @@ class ScriptedGenerator:
         if not 1 <= num_given < len(token_ids):
             raise ValueError(f"the prompt has {len(token_ids)} ids and {num_given} are given: nothing to score")
         if not self._goes_on.is_set():
-            await self._until(self._goes_on, limit_s=deadline_s - time.monotonic(), what="scored by its deadline")
+            await self._within(self._goes_on.wait(), deadline_s - time.monotonic(), "not scored by its deadline")
         return Scores(logprobs=float32_array([self._logprob] * (len(token_ids) - num_given)), version=self._version)
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -243,13 +266,10 @@ class ScriptedGenerator:
         self._abort(request_id)
 
     def _abort(self, request_id: str | None) -> None:
-        for requests in (self._running, self._waiting):
-            for running_id, running in requests.items():
-                running.is_aborted = running.is_aborted or request_id in (None, running_id)
-        for event in (self._goes_on, self._admits):
-            if not event.is_set():  # wakes those that wait, so that the aborted ones see it
-                event.set()
-                event.clear()
+        for answer in (*self._running, *self._waiting):
+            answer.is_aborted = answer.is_aborted or request_id in (None, answer.request_id)
+        self._goes_on.nudge()
+        self._admits.nudge()
 
     async def pause(self) -> None:
         """As `Generator.pause`."""
@@ -261,10 +281,6 @@ class ScriptedGenerator:
         self._raise_if_gone()
         self._goes_on.set()
 
-    def _raise_if_gone(self) -> None:
-        if self._is_dead or self.is_closed:
-            raise GeneratorError("the scripted generator is gone")
-
     async def update_weights(
         self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
     ) -> None:
@@ -275,7 +291,7 @@ class ScriptedGenerator:
         if update.incarnation != self._version.incarnation:
             raise GeneratorError(f"weights of life {update.incarnation}, this is {self._version.incarnation}")
         if self._is_hung:
-            await self._until(self._goes_on, limit_s=timeout_s, what="updated")
+            await self._within(self._goes_on.wait(), timeout_s, f"not updated within {timeout_s} s")
         if mode == "drain" and self.num_running:
             await self._drain(timeout_s)
         if mode == "abort_resume":
@@ -287,23 +303,15 @@ class ScriptedGenerator:
     async def _drain(self, timeout_s: float) -> None:
         self._admits.clear()
         try:
-            await self._until(self._ended, limit_s=timeout_s, what="drained")
+            await self._within(self._ended.wait(), timeout_s, f"not drained within {timeout_s} s")
         finally:
             self._admits.set()
 
     def _drop_cache(self) -> None:
         """Running requests read all that they have anew."""
         self._kv_versions.clear()
-        for running in self._running.values():
-            running.kv_version = self._version.policy_version
-
-    async def _until(self, event: asyncio.Event, *, limit_s: float, what: str) -> None:
-        try:
-            async with asyncio.timeout(limit_s):
-                await event.wait()
-        except TimeoutError:
-            raise GeneratorError(f"the scripted generator was not {what}") from None
-        self._raise_if_gone()
+        for answer in self._running:
+            answer.kv_version = self._version.policy_version
 
     async def load(self) -> GeneratorLoad:
         """As `Generator.load`."""
@@ -315,12 +323,12 @@ class ScriptedGenerator:
         self._raise_if_gone()
         if self._is_hung:
             await self._goes_on.wait()
-        now_s = time.monotonic() - self._busy_since if self.num_running else 0.0
+            self._raise_if_gone()
         return GeneratorHealth(
             version=self._version,
-            num_running=self.num_running,
+            num_running=len(self._running),
             num_queued=len(self._waiting),
-            busy_s=self._busy_s + now_s,
+            busy_s=self._busy.seconds,
         )
 
     async def close(self) -> None:
@@ -328,6 +336,10 @@ class ScriptedGenerator:
         self.is_closed = True
         self._goes_on.set()
         self._ended.set()
+
+
+def _late(answer: _Answer) -> str:
+    return f"request {answer.request_id} got no answer by its deadline"
 
 
 def _in_order(answers: Iterator[Sequence[int]]) -> Script:

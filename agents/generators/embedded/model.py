@@ -1,17 +1,14 @@
-"""The model behind the engine: loading it, a forward pass over slots, and taking new weights from a folder.
+"""The model behind the engine: loading it, and a forward pass over slots.
 
 Shapes: n rows of a pass, Q new tokens a row, V vocabulary.
 """
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -21,16 +18,12 @@ from driftgym.errors import ConfigError
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class WeightsRefusedError(Exception):
-    """The weights in the folder are not those of this model; the model is as it was."""
-
-
 class ModelRunner:
     """A causal language model, and the KV of its slots."""
 
     def __init__(self, model: Any, *, num_slots: int, max_context_tokens: int) -> None:
         """Takes a transformers model. Raises ConfigError when its attention is of a kind that slots cannot hold."""
-        self._model = model.eval()
+        self.model = model.eval()
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._hidden = torch.finfo(self._dtype).min
@@ -50,15 +43,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], *, rows: Rows, kv_length: int
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        *,
+        rows: Rows,
+        kv_length: int,
+        num_logits: int = 1,
     ) -> torch.Tensor:
-        """[n, V] the logits after each row's last token.
+        """[n, num_logits, V] the logits after each row's last tokens.
 
         Args:
             token_ids: [n, Q] new tokens, padded on the left.
             positions: [n, Q] the position of each in its slot; negative for padding.
             rows: the n slots.
             kv_length: above every position.
+            num_logits: after how many tokens of each row, 1 to Q.
         """
         ids = torch.from_numpy(token_ids).to(self._device)
         places = torch.from_numpy(positions).to(self._device)
@@ -68,21 +68,9 @@ class ModelRunner:
         mask = torch.zeros((), dtype=self._dtype, device=self._device)
         mask = torch.where(seen <= places[:, :, None], mask, self._hidden)[:, None]
         # The cache goes by place: the name of that argument changes within transformers 5.
-        output = self._model(ids, mask, places.clamp(min=0), self.cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1]
-
-    def load_weights(self, folder: Path) -> None:
-        """Takes the weights of all safetensors files in `folder`, whole or not at all.
-
-        Raises:
-            WeightsRefusedError: a file cannot be read, a name is missing or unknown, or a shape is another.
-        """
-        tensors = _read_tensors(folder)
-        own = self._model.state_dict(keep_vars=True)
-        _check_names(own, tensors, folder)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+        output = self.model(ids, mask, places.clamp(min=0), self.cache, use_cache=True, logits_to_keep=num_logits)
+        logits: torch.Tensor = output.logits[:, -num_logits:]
+        return logits
 
 
 def load_model(folder: str, *, device: str = "cpu", dtype: str = "float32") -> Any:
@@ -113,30 +101,3 @@ def check_attention(config: Any, max_context_tokens: int) -> None:
         raise ConfigError(
             f"{config.model_type}: its attention window is {window} tokens; set max_context_tokens to at most that"
         )
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsRefusedError(f"{folder}: no safetensors file")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(load_file(os.fspath(file)))
-        except Exception as error:  # the library has error types of its own for damaged files
-            raise WeightsRefusedError(f"{file}: cannot be read: {error}") from error
-    return tensors
-
-
-def _check_names(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], folder: Path) -> None:
-    if unknown := sorted(given.keys() - own.keys()):
-        raise WeightsRefusedError(f"{folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
-    for name, tensor in given.items():
-        if tensor.shape != own[name].shape:
-            raise WeightsRefusedError(
-                f"{folder}: {name} is of shape {tuple(tensor.shape)}, here it is {tuple(own[name].shape)}"
-            )
-    # A tensor that shares its memory with a given one (tied embeddings) is given too.
-    covered = {own[name].data_ptr() for name in given}
-    if missing := sorted(name for name, tensor in own.items() if tensor.data_ptr() not in covered):
-        raise WeightsRefusedError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")

@@ -39,11 +39,18 @@ def prefill_groups(slots: SlotTable, *, first: int, max_tokens: int) -> Iterator
             yield _as_rows(rows[start : start + per_pass])
 
 
-def unread_tokens(slots: SlotTable, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[n, Q] the tokens of `rows` that have no KV yet, padded on the left, and their positions (-1: padding)."""
+def unread_tokens(
+    slots: SlotTable, rows: Rows, *, max_width: int | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[n, Q] the tokens of `rows` that have no KV yet, padded on the left, and their positions (-1: padding).
+
+    `max_width`: at most so many of each row, the first ones.
+    """
     state = slots.state[rows]
     cached = state["kv_length"].astype(np.int64)[:, None]
     lengths = state["length"].astype(np.int64)[:, None]
+    if max_width is not None:
+        lengths = np.minimum(lengths, cached + max_width)
     width = int((lengths - cached).max())
     positions = lengths - width + np.arange(width)
     positions = np.where(positions >= cached, positions, -1)

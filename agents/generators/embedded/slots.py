@@ -62,17 +62,41 @@ class SlotTable:
 
     def place(self, request: Request, sequence: NDArray[np.int32], *, epoch: int) -> int:
         """Gives `request` the next slot, with the KV that other slots share with it. Returns the slot."""
-        shared, source = self.shared_length(sequence, first=0, lengths=self.state["kv_length"])
+        row = self.hold(sequence, epoch=epoch)
+        self._fill(row, request)
+        return row
+
+    def hold(
+        self,
+        sequence: NDArray[np.int32],
+        *,
+        epoch: int,
+        max_shared: int | None = None,
+        only_fresh: bool = False,
+    ) -> int:
+        """Puts `sequence` into the next slot, with the KV that other slots share with it. Returns the slot.
+
+        Args:
+            sequence: the tokens.
+            epoch: that of the weights now.
+            max_shared: takes over the KV of at most so many.
+            only_fresh: takes over none of older epochs.
+        """
+        lengths = self.state["kv_length"]
+        if only_fresh:
+            lengths = np.where(self.state["kv_epoch"] == epoch, lengths, 0)
+        shared, source = self.shared_length(sequence, first=0, lengths=lengths)
+        shared = shared if max_shared is None else min(shared, max_shared)
         if shared < _MIN_REUSED_TOKENS:
             shared = 0
         row = self.num_active
         source = self._make_room(source, shared)
         if shared and source != row:
             self._cache.copy_prefix(source=source, target=row, length=shared)
-        kv_epoch = self.state["kv_epoch"][source] if shared else epoch
-        self._fill(row, request, sequence)
+        self.state["kv_epoch"][row] = self.state["kv_epoch"][source] if shared else epoch
         self.state["kv_length"][row] = shared
-        self.state["kv_epoch"][row] = kv_epoch
+        self.state["length"][row] = len(sequence)
+        self.tokens[row, : len(sequence)] = sequence
         self.num_active += 1
         return row
 
@@ -87,13 +111,12 @@ class SlotTable:
         self.swap(row, victim)
         return {row: victim, victim: row}.get(source, source)
 
-    def _fill(self, row: int, request: Request, sequence: NDArray[np.int32]) -> None:
+    def _fill(self, row: int, request: Request) -> None:
         num_prompt, sampling = len(request.prompt_ids), request.sampling
-        self.tokens[row, : len(sequence)] = sequence
-        self.logprobs[row, num_prompt : len(sequence)] = request.logprobs
-        self.epochs[row, num_prompt : len(sequence)] = request.epochs
+        sampled = slice(num_prompt, num_prompt + len(request.token_ids))
+        self.logprobs[row, sampled] = request.logprobs
+        self.epochs[row, sampled] = request.epochs
         state = self.state[row : row + 1]
-        state["length"] = len(sequence)
         state["num_prompt"] = num_prompt
         state["max_length"] = num_prompt + sampling.max_tokens
         state["temperature"] = sampling.temperature
@@ -146,12 +169,16 @@ class SlotTable:
             int(self.state["kv_epoch"][row]),
         )
         self.requests[row] = None
+        self.free(row)
+        return request
+
+    def free(self, row: int) -> None:
+        """Gives a slot up; what lies in it stays for others. The last active row moves into its place."""
         self._clock += 1
         self.state["last_used"][row] = self._clock
         self.num_active -= 1
         if row != self.num_active:
             self.swap(row, self.num_active)
-        return request
 
     def active_requests(self) -> list[Request]:
         """Those that have a slot."""

@@ -93,7 +93,7 @@ def test_an_error_midway_leaves_the_old_one_and_the_next_is_as_if_it_had_not_bee
     with pytest.raises(RuntimeError, match="gone"):
         one.publish(failing(), 2)
     (tmp_path / ".partial-1-3").write_text("in the way")
-    with pytest.raises(OSError):
+    with pytest.raises(NotADirectoryError):
         one.publish(layers(0, layer1=2), 3)
     (tmp_path / ".partial-1-3").unlink()
     assert names(tmp_path) == ["1-1"]
