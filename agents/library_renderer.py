@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from driftgym.agents.chat import openai_message, openai_tool, special_token_escaper
-from driftgym.agents.parsing import THINK_OPEN, call_id, is_in_code, read_message
+from driftgym.agents.parsing import THINK_OPEN, call_id, is_in_code, read_message, without_half_pairs
 from driftgym.envs.arguments import read_arguments
 from driftgym.envs.tools import ToolSchema
 from driftgym.errors import ConfigError
@@ -40,7 +40,7 @@ class LibraryRenderer:
             raise ConfigError(f"renderer {name!r}: unknown; auto, compact, template, or a family; {hint}")
         try:
             self._library = create_renderer(tokenizer, config_from_name(name))
-        except (AssertionError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # the library has no error of its own: a token or a file that it wants is missing
             raise ConfigError(f"renderer {name!r} does not fit this model's tokenizer: {error}") from None
         self._tokenizer = tokenizer
         self._is_hermes = name in _HERMES
@@ -154,4 +154,6 @@ def _tool_call(parsed: Any, index: int) -> ToolCall:
             arguments = read_arguments(parsed.arguments)
         except ValueError as reason:
             error = str(reason)
-    return ToolCall(call_id=identifier, name=parsed.name or "", arguments=arguments, parse_error=error)
+    return without_half_pairs(
+        ToolCall(call_id=identifier, name=parsed.name or "", arguments=arguments, parse_error=error)
+    )

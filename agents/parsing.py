@@ -120,16 +120,17 @@ def _split_reasoning(text: str, *, is_open: bool) -> _Split:
 def _regions(text: str, *, stop_at: int | None = None) -> Iterator[_Region]:
     """Code, thinking blocks and calls, in order; none lies within another."""
     position = 0
+    last_think_close = text.rfind(THINK_CLOSE)  # looked for once, however many blocks are never closed
     while (mark := _MARK.search(text, position)) is not None:
         if stop_at is not None and mark.start() > stop_at:
             return
-        region = _region_at(text, mark)
+        region = _region_at(text, mark, last_think_close)
         position = mark.end() if region is None else region.end
         if region is not None:
             yield region
 
 
-def _region_at(text: str, mark: re.Match[str]) -> _Region | None:
+def _region_at(text: str, mark: re.Match[str], last_think_close: int) -> _Region | None:
     """The region that `mark` opens, or None when it opens none (a lone back-tick, the bare word of a tag)."""
     if mark["fence"]:
         end: int | None = _end_of_fence(text, mark)
@@ -138,8 +139,8 @@ def _region_at(text: str, mark: re.Match[str]) -> _Region | None:
         end = _end_of_ticks(text, mark)
         kind = "code"
     elif mark["think"]:
-        close = text.find(THINK_CLOSE, mark.end())
-        end = None if close < 0 else close + len(THINK_CLOSE)
+        is_closed = mark.end() <= last_think_close
+        end = text.find(THINK_CLOSE, mark.end()) + len(THINK_CLOSE) if is_closed else None
         kind = "think"
     else:
         end = _end_of_call(text, mark.end())
@@ -148,9 +149,9 @@ def _region_at(text: str, mark: re.Match[str]) -> _Region | None:
 
 
 def _end_of_fence(text: str, mark: re.Match[str]) -> int:
-    """A fence ends at a line of at least as many of its marks, or with the text."""
+    """A fence ends at a line of at least as many of its marks, which a call may follow at once, or with the text."""
     run = mark["fence_run"]
-    closing = re.compile(rf"^ {{0,3}}{re.escape(run[0])}{{{len(run)},}}[ \t]*$", re.MULTILINE)
+    closing = re.compile(rf"^ {{0,3}}{re.escape(run[0])}{{{len(run)},}}[ \t]*(?:$|(?={CALL_OPEN}))", re.MULTILINE)
     close = closing.search(text, mark.end())
     return len(text) if close is None else close.end()
 
@@ -176,17 +177,18 @@ def _end_of_call(text: str, start: int) -> int:
     A body that is JSON is skipped as such first, since a string in it may hold a tag.
     """
     search_from = _end_of_json(text, start)
-    close = text.find(CALL_CLOSE, search_from)
     following = text.find(CALL_OPEN, search_from)
-    if close >= 0 and not 0 <= following < close:
-        return close + len(CALL_CLOSE)
-    return len(text) if following < 0 else following
+    limit = len(text) if following < 0 else following
+    close = text.find(CALL_CLOSE, search_from, limit)
+    return limit if close < 0 else close + len(CALL_CLOSE)
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """Where the JSON value at `start`, or after the space there, ends; `start` when there is none."""
+    """Where the JSON object or list at `start`, or after the space there, ends; `start` when there is none."""
     body = _SPACE.match(text, start)
     assert body is not None  # it may be empty
+    if not text.startswith(("{", "["), body.end()):
+        return start
     with contextlib.suppress(ValueError, RecursionError):
         return JSON_DECODER.raw_decode(text, body.end())[1]
     return start
@@ -199,16 +201,24 @@ def _read_calls(block: str, first_index: int) -> list[ToolCall]:
         return [_broken_call(first_index, f"the call was cut off before {CALL_CLOSE}")]
     try:
         value = JSON_DECODER.decode(body)
-        if _SURROGATE_ESCAPE.search(body):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return [_broken_call(first_index, "the call holds half of a surrogate pair")]
     except ValueError as error:
         return [_broken_call(first_index, f"the call is not JSON: {error}")]
     except RecursionError:
         return [_broken_call(first_index, "the call is nested too deeply")]
     items = value if isinstance(value, list) and value else [value]
-    return [_read_call(item, first_index + offset) for offset, item in enumerate(items)]
+    calls = [_read_call(item, first_index + offset) for offset, item in enumerate(items)]
+    return [without_half_pairs(call) for call in calls] if _SURROGATE_ESCAPE.search(body) else calls
+
+
+def without_half_pairs(call: ToolCall) -> ToolCall:
+    """`call`, or one that cannot be read where it holds half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps([call.name, call.arguments, call.parse_error], ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return ToolCall(
+            call_id=call.call_id, name="", arguments=None, parse_error="the call holds half of a surrogate pair"
+        )
+    return call
 
 
 def _read_call(item: object, index: int) -> ToolCall:

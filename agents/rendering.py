@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,15 +15,32 @@ _LOG = logging.getLogger(__name__)
 MARKER_KEY = "driftgym_renderer"
 """In `tokenizer_config.json`: the renderer that `auto` takes for this model."""
 
-# Families of the library that a model of this `model_type` may belong to; which one, its chat template decides.
-_CANDIDATES = {
-    "qwen3": ("qwen3",),
+_QWEN35 = ("qwen3.5", "qwen3.6", "qwen3.8")
+FAMILIES_BY_MODEL_TYPE: Mapping[str, Sequence[str]] = {
+    "qwen3": ("qwen3", "prime-qwen3"),
     "qwen3_moe": ("qwen3",),
+    "qwen3_vl": ("qwen3-vl",),
+    "qwen3_vl_moe": ("qwen3-vl",),
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35,
+    "qwen3_5_moe_text": _QWEN35,
     "llama": ("llama-3",),
     "gpt_oss": ("gpt-oss",),
-    "glm4_moe": ("glm-4.5",),
+    "gemma4": ("gemma4",),
+    "gemma4_text": ("gemma4",),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "glm4_moe_lite": ("glm-5",),
+    "glm_moe_dsa": ("glm-5", "glm-5.1", "glm-5.3"),
     "deepseek_v3": ("deepseek-v3", "deepseek-r1"),
+    "deepseek_v4": ("deepseek-v4",),
+    "kimi_k2": ("kimi-k2",),
+    "kimi_k25": ("kimi-k2.5",),
+    "minimax_m2": ("minimax-m2",),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    "laguna": ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"),
 }
+"""Families of the library that a model of a `model_type` may belong to; which one, its chat template decides."""
 
 
 class Renderer(Protocol):
@@ -116,7 +133,7 @@ def _make(name: str, folder: Path, *, model_type: str) -> Renderer:
         return TemplateRenderer(tokenizer)
     if name != "auto":
         return LibraryRenderer(tokenizer, name)
-    for candidate in _CANDIDATES.get(model_type, ()):
+    for candidate in FAMILIES_BY_MODEL_TYPE.get(model_type, ()):
         renderer = _fitting_library_renderer(tokenizer, candidate)
         if renderer is not None:
             _LOG.info("renderer: %s of the library, for model_type %s", candidate, model_type)

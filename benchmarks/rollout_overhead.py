@@ -36,7 +36,7 @@ from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.slots import EnvSlots
 from driftgym.envs.tools import Tool, ToolSchema, Toolset
-from driftgym.processes import end_session
+from driftgym.processes import collect_garbage_rarely, end_session
 from driftgym.types import Message, Task, ToolCall, TrajectoryStatus
 
 MODEL = Path(__file__).parent.parent / "configs" / "models" / "tiny-qwen3"
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--profile", action="store_true", help="prints where the time goes")
     arguments = parser.parse_args()
+    collect_garbage_rarely()  # as `driftgym train` does
     renderer = make_renderer("compact", MODEL)
     figures: dict[str, Any] = {}
     budgets = []

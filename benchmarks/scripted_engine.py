@@ -25,7 +25,6 @@ class ScriptedEngine:
         self._token_ids = token_ids
         self._latency_s = latency_s
         self._num_running = 0
-        self._peak_running = 0
 
     def application(self) -> web.Application:
         """Its routes."""
@@ -38,7 +37,6 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
         self._num_running += 1
-        self._peak_running = max(self._peak_running, self._num_running)
         try:
             await asyncio.sleep(self._latency_s)
         finally:
@@ -67,9 +65,7 @@ class ScriptedEngine:
         return web.json_response({"model_path": "", "weight_version": VERSION, "vocab_size": VOCAB_SIZE})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"num_running": self._num_running, "num_queued": 0, "busy_s": 0.0, "peak_running": self._peak_running}
-        )
+        return web.json_response({"num_running": self._num_running, "num_queued": 0, "busy_s": 0.0})
 
 
 async def serve(engine: ScriptedEngine) -> None:

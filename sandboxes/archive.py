@@ -24,9 +24,13 @@ _MAX_ENTRY_OVERHEAD_BYTES = 12 * 1024
 """Headers of an entry with the longest names that the kernel takes, and the padding of its content."""
 _MAX_RECORD_BYTES = 1024 * 1024
 """What tar programs fill the end of an archive up to, generously."""
+_MAX_DEPTH = 200
+"""Folders within folders: what removes a tree, as `shutil.rmtree`, may call itself once for each."""
 _FILE_MODE = 0o644
 _FOLDER_MODE = 0o755
 _FILE_KINDS = (b"0", b"\0", b"7")
+_KNOWN_RECORDS = (b"path", b"linkpath", b"size")
+_SPARSE = b"GNU.sparse"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -121,7 +125,8 @@ def unpack_archive(archive: Readable, local: Path, *, max_bytes: int, max_files:
     of the archive or of the folder. Permissions are those of an ordinary file or folder.
 
     Raises:
-        ValueError: it holds more than `max_bytes` of content or `max_files` entries; part of it may have been written.
+        ValueError: it holds more than `max_bytes` of content or `max_files` entries, or folders nested deeper than
+            200; part of it may have been written.
         ArchiveError: it is no archive, or ends before its end; likewise.
         OSError: `local` cannot be written.
     """
@@ -165,6 +170,8 @@ class _Unpacking:
     def take(self, entry: _Entry, archive: Readable) -> None:
         """Writes an entry, or keeps it for later, or leaves it out; reads all its content in any case."""
         steps = _steps(entry.name)
+        if steps and len(steps) > _MAX_DEPTH:
+            raise ValueError(f"the folder holds folders nested deeper than {_MAX_DEPTH}")
         if steps and entry.kind in _FILE_KINDS and entry.name[-1:] != b"/":
             self._write_file(steps, entry, archive)
             return
@@ -255,7 +262,7 @@ def _stays_inside(steps: tuple[bytes, ...], link: bytes) -> bool:
 
 def _read_entries(archive: Readable) -> Iterator[_Entry]:
     """The entries of an archive in the formats ustar, GNU and pax. Raises ArchiveError."""
-    extra: dict[str, bytes] = {}
+    extra: dict[bytes, bytes] = {}
     while True:
         block = _read_whole(archive, _BLOCK_BYTES)
         if not any(block):
@@ -264,26 +271,26 @@ def _read_entries(archive: Readable) -> Iterator[_Entry]:
         if kind in (b"L", b"K", b"x", b"g"):
             content = _read_header(archive, size)
             if kind in (b"L", b"K"):
-                extra["path" if kind == b"L" else "linkpath"] = content.rstrip(b"\0")
+                extra[b"path" if kind == b"L" else b"linkpath"] = content.rstrip(b"\0")
             elif kind == b"x":
                 extra.update(_pax_records(content))
             continue
-        if kind == b"S" or any(key.startswith("GNU.sparse") for key in extra):
+        if kind == b"S" or _SPARSE in extra:
             raise ArchiveError("sparse files are not known here")
         yield _entry(block, kind, size, extra)
         extra = {}
 
 
-def _entry(block: bytes, kind: bytes, size: int, extra: dict[str, bytes]) -> _Entry:
+def _entry(block: bytes, kind: bytes, size: int, extra: dict[bytes, bytes]) -> _Entry:
     name, link, prefix = (_text(block[start:end]) for start, end in ((0, 100), (157, 257), (345, 500)))
     if prefix and block[257:263] == b"ustar\0":
         name = prefix + b"/" + name
-    if "size" in extra:
-        size = _decimal(extra["size"])
+    if b"size" in extra:
+        size = _decimal(extra[b"size"])
     return _Entry(
         kind=kind,
-        name=extra.get("path", name),
-        link=extra.get("linkpath", link),
+        name=extra.get(b"path", name),
+        link=extra.get(b"linkpath", link),
         num_bytes=0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else size,
     )
 
@@ -316,18 +323,23 @@ def _text(data: bytes) -> bytes:
     return data.partition(b"\0")[0]
 
 
-def _pax_records(content: bytes) -> dict[str, bytes]:
-    """The records `LENGTH KEY=VALUE` and a line end of an extended header. Raises ArchiveError."""
-    records: dict[str, bytes] = {}
-    while content.strip(b"\0"):
-        length, _, _ = content[:24].partition(b" ")
-        size = _decimal(length)
-        record = content[len(length) + 1 : size - 1]
-        key, equals, value = record.partition(b"=")
-        if not equals or size > len(content) or content[size - 1 : size] != b"\n":
+def _pax_records(content: bytes) -> dict[bytes, bytes]:
+    """Those records `LENGTH KEY=VALUE` and a line end of an extended header that are known here; the others could be
+    of any number. Raises ArchiveError."""
+    records: dict[bytes, bytes] = {}
+    content = content.rstrip(b"\0")
+    start = 0
+    while start < len(content):
+        length, _, _ = content[start : start + 24].partition(b" ")
+        end = start + _decimal(length)
+        key, equals, value = content[start + len(length) + 1 : end - 1].partition(b"=")
+        if not equals or end > len(content) or content[end - 1 : end] != b"\n":
             raise ArchiveError("a header of the archive is damaged")
-        records[key.decode("utf-8", "replace")] = value
-        content = content[size:]
+        if key in _KNOWN_RECORDS:
+            records[key] = value
+        elif key.startswith(_SPARSE):
+            records[_SPARSE] = b""
+        start = end
     return records
 
 

@@ -26,14 +26,18 @@ class SandboxSpec(Config):
     At most one of `image`, `dockerfile` and `base` is given; none of them means `base: debian`.
     """
 
-    image: str | None = pydantic.Field(None, description="An image that the Docker engine has, or may pull.")
-    dockerfile: str | None = pydantic.Field(None, description="A folder with a Dockerfile; built once per content.")
+    image: str | None = pydantic.Field(
+        None, min_length=1, description="An image that the Docker engine has, or may pull."
+    )
+    dockerfile: str | None = pydantic.Field(
+        None, min_length=1, description="A folder with a Dockerfile; built once per content."
+    )
     base: Literal["debian"] | None = pydantic.Field(
         None, description="A small image of the distribution's own packages, made without a registry."
     )
     may_pull: bool = pydantic.Field(False, description="A missing `image` may be pulled from its registry.")
     runtime: str | None = pydantic.Field(
-        None, description="The engine's runtime, as `runsc` (gVisor); None takes its default."
+        None, min_length=1, description="The engine's runtime, as `runsc` (gVisor); None takes its default."
     )
     toolbox: Literal["auto", "python", "engine"] = pydantic.Field(
         "auto", description="How commands get in: by a server in the image's Python, or by the engine's exec."
@@ -259,7 +263,8 @@ class Sandbox(Protocol):
 
         Raises:
             FileNotFoundError: there is no such folder, or it cannot be read by the agent's user.
-            ValueError: it holds more than `max_bytes` or `max_files`; part of it may have been written.
+            ValueError: it holds more than `max_bytes` or `max_files`, or folders nested deeper than 200; part of it may
+                have been written.
             OSError: `local` cannot be written.
             SandboxError: the box is gone, or the copy did not end within `timeout_s`.
         """

@@ -64,7 +64,11 @@ async def build_base_image(
 
 
 async def _make(engine: Engine, *, tag: str, say: Callable[[str], None], mirror: str | None) -> None:
-    with tempfile.TemporaryDirectory(prefix="driftgym-image-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="driftgym-image-")
+    except OSError as error:
+        raise SandboxError(f"there is no room to unpack packages ({error}): set TMPDIR") from None
+    with temporary as folder:
         archive = Path(folder) / "root.tar"
         say(f"unpacking Debian {DEBIAN_SUITE}")
         await _unpack_debian(archive, mirror=mirror)

@@ -56,8 +56,9 @@ class BoxLatencies:
 class Rates:
     """Boxes per second from a pool that gives each episode a new one, and the engine's bare containers beside.
 
-    A turn counts all it does: of the pool from its opening to the last removal, a command in each box; of the
-    engine creation, start and removal, with the same limits, and with a program that sleeps.
+    A turn counts all that a box takes: of the pool from its opening to the last removal, each box being one that
+    answers; of the engine creation, start and removal, with the same image, limits and mounts, and a program that
+    sleeps.
 
     >>> Rates(concurrency=16, boxes_per_turn=32, pool_per_s=(3.0, 3.0), engine_per_s=(3.0, 4.0)).pool_share
     0.875

@@ -12,7 +12,7 @@ from typing import IO, Protocol
 
 from docker.utils.build import exclude_paths
 
-from driftgym.errors import ConfigError
+from driftgym.errors import ConfigError, SandboxError
 
 DOCKERFILE = "Dockerfile"
 _FORM = b"driftgym build 1\n"
@@ -52,6 +52,7 @@ class BuildContext:
 
         Raises:
             ConfigError: a file cannot be read, or changed meanwhile.
+            SandboxError: `archive` cannot be written.
         """
         return self.pack(None)
 
@@ -76,8 +77,11 @@ class _HashingSink:
 
     def write(self, data: bytes) -> int:
         self.hash.update(data)
-        if self._below is not None:
-            self._below.write(data)
+        try:
+            if self._below is not None:
+                self._below.write(data)
+        except OSError as error:
+            raise SandboxError(f"there is no room to pack what is built from ({error}): set TMPDIR") from None
         return len(data)
 
 

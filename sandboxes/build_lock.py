@@ -61,8 +61,11 @@ async def _acquire(path: Path, *, name: str, timeout_s: float, say: Callable[[st
 
 
 def _try(path: Path) -> BinaryIO | None:
-    """The lock; None when it is held, or its file was removed by the one who held it."""
-    lock = path.open("ab")
+    """The lock; None when it is held, or its file was removed by the one who held it. Raises SandboxError."""
+    try:
+        lock = path.open("ab")
+    except OSError as error:
+        raise SandboxError(f"no build can be locked with {path}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_mine = os.fstat(lock.fileno()).st_ino == path.stat().st_ino

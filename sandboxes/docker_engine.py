@@ -67,8 +67,8 @@ class Engine:
             SandboxError: no engine answers within `timeout_s`, or it is not on a unix socket.
         """
         host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-        if not host.startswith("unix://"):
-            raise SandboxError(f"DOCKER_HOST={host}: only an engine on a unix socket can be used")
+        if not host.startswith("unix:///"):
+            raise SandboxError(f"DOCKER_HOST={host}: only an engine on a unix socket can be used (unix:///PATH)")
         socket_path = host.removeprefix("unix://")
         try:
             async with asyncio.timeout(timeout_s):

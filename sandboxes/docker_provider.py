@@ -66,6 +66,9 @@ class DockerProvider:
                 raise SandboxError(f"the box did not start within {timeout_s} s") from None
             finally:
                 self._starts.discard(deadline)
+            if self._is_closed:  # at the moment at which it had started
+                await box.close()
+                self._check_open()
             self._boxes = {known for known in self._boxes if not known.is_closed} | {box}
         return box
 
@@ -103,7 +106,7 @@ class DockerProvider:
                 self._ids_without_python.add(image.image_id)
         if spec.egress:
             raise SandboxError(f"image {image.name} holds no python3, without which no egress is let through")
-        return await EngineSandbox.start(self._engine, spec, image=image.name, labels=labels, timeout_s=timeout_s)
+        return await EngineSandbox.start(self._engine, spec, image=image, labels=labels, timeout_s=timeout_s)
 
     async def list(self) -> Sequence[SandboxInfo]:
         """Every box of driftgym's on this engine, of any owner. Raises SandboxError when the engine is gone."""

@@ -66,7 +66,7 @@ class EngineRequest:
         try:
             self._socket.connect(socket_path)  # a unix socket connects at once, or not at all
         except OSError as error:
-            self.abort(f"no Docker engine answers at {socket_path} ({error.strerror})")
+            self.abort(_unreachable(socket_path, error))
             return
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_writer(self._socket, self._write)
@@ -118,6 +118,15 @@ class EngineRequest:
         except SandboxError as error:
             self.answer.set_exception(error)
             self.answer.exception()
+
+
+def _unreachable(socket_path: str, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return f"no Docker engine answers at {socket_path}: this user may not use it, but the group that owns it may"
+    return (
+        f"no Docker engine answers at {socket_path} ({error.strerror or error}): start one, or name its socket in "
+        "DOCKER_HOST"
+    )
 
 
 def _request_bytes(method: str, path: str, body: Mapping[str, Any] | None) -> bytearray:

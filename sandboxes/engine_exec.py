@@ -218,9 +218,17 @@ class Runner:
         return state
 
     async def start(
-        self, command: Command, on_output: OnOutput, *, streams: Sequence[str], has_turn: bool = False
+        self,
+        command: Command,
+        on_output: OnOutput,
+        *,
+        streams: Sequence[str],
+        is_full: Callable[[], bool] = lambda: False,
+        has_turn: bool = False,
     ) -> Execution:
         """A command that runs, or has ended. The caller ends it, or forgets it when it has ended.
+
+        Its output is paused whenever `is_full` says so after a piece of it, also before this returns.
 
         Raises:
             StartError: the engine could not start it.
@@ -231,6 +239,8 @@ class Runner:
         def take(kind: int, data: "memoryview[int]") -> None:
             reason.extend(data[: _MAX_REASON_BYTES - len(reason)])
             on_output(kind, data)
+            if is_full():
+                execution.stream.pause()
 
         async with contextlib.nullcontext() if has_turn else self._turns:
             self._guard.check()

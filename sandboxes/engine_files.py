@@ -3,9 +3,9 @@
 import asyncio
 import errno
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.archive import max_archive_bytes, pack_folder, unpack_archive
@@ -25,12 +25,12 @@ from driftgym.sandboxes.engine_scripts import (
     shell_argv,
 )
 from driftgym.sandboxes.engine_stream import ExecStream
+from driftgym.sandboxes.toolbox_transfer import in_time
 
 _FILE_TIMEOUT_S = 30.0
 _PIECE_BYTES = 256 * 1024
 _MAX_SPOOL_BYTES = 1024 * 1024
 _MAX_PARTS = 100
-_T = TypeVar("_T")
 
 
 class EngineFiles:
@@ -65,7 +65,7 @@ class EngineFiles:
         """Copies a folder of this machine into the box. Raises NotADirectoryError, OSError, SandboxError."""
         where = absolute_path(path)
         with tempfile.TemporaryFile() as archive:
-            modes = await _in_time(asyncio.to_thread(pack_folder, local, archive), timeout_s)
+            modes = await in_time(asyncio.to_thread(pack_folder, local, archive), timeout_s)
             archive.seek(0)
             argv = shell_argv(UPLOAD_SCRIPT, where)
             await self._write(argv, path, timeout_s=timeout_s, feed=lambda stream: _send_file(stream, archive))
@@ -96,16 +96,19 @@ class EngineFiles:
                 raise _unreadable(error_of(spool.words, path), path)
             archive.seek(0)
             unpacking = asyncio.to_thread(unpack_archive, archive, local, max_bytes=max_bytes, max_files=max_files)
-            await _in_time(unpacking, timeout_s)
+            await in_time(unpacking, timeout_s)
 
     async def _receive(self, spool: Spool, where: str, *, timeout_s: float, what: str) -> ExecState | None:
-        """Runs the script that sends a folder; None when it sent too much, and has been ended."""
+        """Runs the script that sends a folder; None when it sent too much, and has been ended. Raises OSError when what
+        it sent cannot be kept, and SandboxError."""
         argv = shell_argv(DOWNLOAD_SCRIPT, where)
         run = asyncio.ensure_future(self._run(argv, timeout_s=timeout_s, on_output=spool.take, what=what))
         try:
             waiting: set[asyncio.Future[Any]] = {run, spool.full}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return run.result() if run.done() and not spool.full.done() else None
+            if spool.full.done():
+                return spool.full.result()
+            return run.result()
         finally:
             run.cancel()
             await asyncio.wait({run})
@@ -139,12 +142,3 @@ def _unreadable(error: OSError, path: str) -> FileNotFoundError:
 async def _send_file(stream: ExecStream, file: IO[bytes]) -> None:
     while data := await asyncio.to_thread(file.read, _PIECE_BYTES):
         await stream.send(data)
-
-
-async def _in_time(work: Awaitable[_T], timeout_s: float) -> _T:
-    """Waits for work in a thread, which is left alone when it is late. Raises SandboxError then."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await work
-    except TimeoutError:
-        raise SandboxError(f"the copy did not end within {timeout_s:g} s") from None

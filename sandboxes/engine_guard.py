@@ -142,6 +142,8 @@ class Guard:
 
     def feed(self, data: bytes) -> None:
         """Takes what the main process has written. Nonsense loses the box, and never raises."""
+        if self.lost.done():  # kept, it would be without bound
+            return
         self._incoming += data
         *lines, rest = bytes(self._incoming).split(b"\n")
         self._incoming = bytearray(rest)

@@ -24,7 +24,7 @@ class Output:
     def take(self, kind: int, data: "memoryview[int]") -> None:
         """Keeps what still fits."""
         kept = self.stdout if kind == STDOUT else self.stderr
-        num_kept = min(len(data), self._max_bytes - len(kept))
+        num_kept = max(0, min(len(data), self._max_bytes - len(kept)))
         if num_kept:
             kept += data[:num_kept]
         self._num_dropped[kind == STDOUT] += len(data) - num_kept
@@ -57,7 +57,7 @@ class Spool:
         self._num_left = max_bytes
         self._errors = Output(MAX_WORDS_BYTES)
         self.full: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends when more has come than fits."""
+        """Ends when more has come than fits, or with the OSError for which it could not be kept."""
 
     @property
     def words(self) -> str:
@@ -69,8 +69,14 @@ class Spool:
         if kind != STDOUT:
             self._errors.take(kind, data)
             return
+        if self.full.done():
+            return
         self._num_left -= len(data)
-        if self._num_left >= 0:
-            self._archive.write(data)
-        elif not self.full.done():
+        if self._num_left < 0:
             self.full.set_result(None)
+            return
+        try:
+            self._archive.write(data)
+        except OSError as error:  # no space: raised here, it would end the stream, and nobody would be told
+            self.full.set_exception(error)
+            self.full.exception()  # whoever asked may not be there any more

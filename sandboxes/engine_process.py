@@ -80,7 +80,9 @@ class EngineProcess:
         """Starts the program. Raises SandboxError when that cannot be done."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                self._execution = await self._runner.start(command, self._take, streams=("Stdout",))
+                self._execution = await self._runner.start(
+                    command, self._take, streams=("Stdout",), is_full=lambda: self._reader.is_full
+                )
         except TimeoutError:
             await self._runner.wait_endings()
             raise SandboxError(f"{self._guard.name}: {command.argv[0]} did not start in time") from None
@@ -88,8 +90,6 @@ class EngineProcess:
     def _take(self, kind: int, data: "memoryview[int]") -> None:
         if kind == STDOUT:
             self._reader.feed(data)
-        if self._reader.is_full and self._execution is not None:
-            self._execution.stream.pause()
 
     async def ask(self, line: str, *, timeout_s: float, max_reply_bytes: int = 64 * 1024) -> Reply:
         """Writes `line` and returns the next line of its standard output; questions wait for each other.

@@ -8,7 +8,7 @@ from typing import Any
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, WORK_DIR, ExecResult, SandboxSpec
 from driftgym.sandboxes.docker_container import CannotStartError, Container
-from driftgym.sandboxes.docker_engine import Engine
+from driftgym.sandboxes.docker_engine import Engine, ImageInfo
 from driftgym.sandboxes.docker_settings import agent_uid, writable_folders
 from driftgym.sandboxes.engine_exec import NUM_STARTS, Command, Runner, StartError, late_reason
 from driftgym.sandboxes.engine_files import EngineFiles
@@ -61,12 +61,13 @@ class EngineSandbox:
 
     @classmethod
     async def start(
-        cls, engine: Engine, spec: SandboxSpec, *, image: str, labels: Mapping[str, str], timeout_s: float
+        cls, engine: Engine, spec: SandboxSpec, *, image: ImageInfo, labels: Mapping[str, str], timeout_s: float
     ) -> "EngineSandbox":
         """A new box. A start that fails, is cancelled or times out leaves nothing behind.
 
         Raises:
-            SandboxError: the engine is gone, the image is missing or holds no shell, or `timeout_s` is over.
+            MissingImageError: the engine does not have the image.
+            SandboxError: the engine is gone, the image holds no shell, or `timeout_s` is over.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -76,32 +77,29 @@ class EngineSandbox:
 
     @classmethod
     async def _start(
-        cls, engine: Engine, spec: SandboxSpec, *, image: str, labels: Mapping[str, str]
+        cls, engine: Engine, spec: SandboxSpec, *, image: ImageInfo, labels: Mapping[str, str]
     ) -> "EngineSandbox":
-        info = await engine.image(image)
-        if info is None:
-            raise SandboxError(f"image {image} is missing: build it with `driftgym sandbox build`")
-        folders = ["/work", "/tmp", *writable_folders(info.volumes)]
+        folders = ["/work", "/tmp", *writable_folders(image.volumes)]
         command = guard_command(dead_man_s=spec.dead_man_s, folders=folders)
         try:
             container = await Container.start(
                 engine,
                 spec,
-                image=image,
-                image_info=info,
+                image=image.name,
+                image_info=image,
                 command=command,
                 labels=labels,
                 adapt=lambda body: _adapt(body, spec),
             )
         except CannotStartError as error:
-            raise _noshell_argv(image, error) from None
+            raise _no_shell(image.name, error) from None
         box = cls._serve(container, spec, folders=folders)
         try:
             await box._guard.start()
         except BaseException as error:
             await box.close()
             if isinstance(error, SandboxError):
-                raise _noshell_argv(image, error) from None
+                raise _no_shell(image.name, error) from None
             raise
         return box
 
@@ -233,7 +231,7 @@ def _adapt(body: dict[str, Any], spec: SandboxSpec) -> None:
         host["Tmpfs"][folder] = ",".join([*kept, "mode=1777"])
 
 
-def _noshell_argv(image: str, error: SandboxError) -> SandboxError:
+def _no_shell(image: str, error: SandboxError) -> SandboxError:
     return SandboxError(f"image {image} cannot serve a box without Python, it takes a /bin/sh: {error}")
 
 

@@ -5,8 +5,8 @@ import collections
 import contextlib
 import re
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import IO, Any
 
 import docker.auth
 import docker.utils
@@ -48,7 +48,7 @@ async def build_image(
         ConfigError: the folder cannot be read, or the engine cannot read the Dockerfile.
         SandboxError: a step failed (the message has the step and the last lines), or the engine.
     """
-    with tempfile.TemporaryFile(prefix="driftgym-build-") as archive:
+    with _packing_file() as archive:
         name = name_of(await asyncio.to_thread(context.pack, archive))
         archive.seek(0)
         query = {"t": name, "rm": "1", "forcerm": "1", "nocache": str(int(not use_cache)), "dockerfile": DOCKERFILE}
@@ -71,6 +71,16 @@ async def build_image(
     if not await engine.has_image(name):
         raise SandboxError(f"{context.folder}: the engine's build ended without an image, {log.where}")
     return name
+
+
+@contextlib.contextmanager
+def _packing_file() -> Iterator[IO[bytes]]:
+    """A temporary file. Raises SandboxError where there is no room for it, at its end too: it may still be written."""
+    try:
+        with tempfile.TemporaryFile(prefix="driftgym-build-") as archive:
+            yield archive
+    except OSError as error:
+        raise SandboxError(f"there is no room to pack what is built from ({error}): set TMPDIR") from None
 
 
 async def drop_unnamed(engine: Engine, image: ImageInfo | None) -> None:

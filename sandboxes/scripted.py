@@ -219,9 +219,10 @@ class ScriptedSandbox:
         argv = (command,) if isinstance(command, str) else tuple(command)
         started = time.monotonic()
         call = ScriptedCall(argv=argv, stdin=stdin, cwd=_absolute(cwd), env=env or {}, files=self.files)
-        handler = self._commands.get(argv[0])
+        name = argv[0] if argv else ""
+        handler = self._commands.get(name)
         timed_out = False
-        outcome = Outcome(stderr=f"{argv[0]}: No such file or directory".encode(), exit_code=_NOT_FOUND)
+        outcome = Outcome(stderr=f"{name}: No such file or directory".encode(), exit_code=_NOT_FOUND)
         try:
             async with asyncio.timeout(timeout_s):
                 if handler is not None:
@@ -246,9 +247,10 @@ class ScriptedSandbox:
     ) -> ScriptedProcess:
         """A process that the handler of its first word answers for. Raises SandboxError when it has none."""
         self._check_open()
-        handler = self._handlers.get(argv[0])
+        name = argv[0] if argv else ""
+        handler = self._handlers.get(name)
         if handler is None:
-            raise SandboxError(f"{argv[0]}: No such file or directory")
+            raise SandboxError(f"{name}: No such file or directory")
         process = ScriptedProcess(handler=handler)
         self._running.append(process)
         return process

@@ -31,7 +31,7 @@ import os
 import sys
 import time
 
-from driftgym.sandboxes.toolbox_files import describe_roots, empty_folder
+from driftgym.sandboxes.toolbox_files import describe_roots, empty_folder, open_folders
 from driftgym.sandboxes.toolbox_filter import install_filter
 from driftgym.sandboxes.toolbox_io import Channel, Poller, Record
 from driftgym.sandboxes.toolbox_processes import Processes
@@ -234,4 +234,5 @@ def main() -> None:
     settings = decode(sys.argv[1].encode())
     if not settings.get("is_local"):
         install_filter()
+        open_folders(settings)
     Toolbox(settings).run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 
 from driftgym.sandboxes.toolbox_files import clean_up, read_file, write_file
 from driftgym.sandboxes.toolbox_system import (
@@ -35,6 +36,7 @@ MAX_SPARE_TEXT_BYTES = 32 * 1024
 """A longer request would not fit into the pipe at once, and gets a child that knows it already."""
 WARM_UP = b'{"id": 0, "op": "exec", "timeout_s": 1.0, "argv": ["sh", "-c", "true"], "cwd": "/work", "env": {}}'
 CONTROL, REPORT = 3, 4
+MAX_CLOSED = 4096
 CANNOT_START = 127
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,7 +50,10 @@ class Forker:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.libc = load_libc() if settings.get("is_local") or settings["uid"] == 0 else None
+        self.limits = hard_limits(settings["limits"])
         settings["environment"] = base_environment(settings)
+        self.pid = os.getpid()
+        self.max_fd = max_closed_fd()
         self.spare_pid = 0  # 0 when there is none
         self.spare_fds: list[int] = []  # where its request goes; its standard input, output, error
         if settings.get("is_local") and self.libc is not None:
@@ -116,19 +121,18 @@ class Forker:
         """The life of a child."""
         code = CANNOT_START
         try:
-            parent = os.getppid()
             signal.set_wakeup_fd(-1)  # it is the toolbox's: a signal to this process must not look like one to that
-            for number in (signal.SIGTERM, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            take_pipes([ends[2], ends[5], ends[7], ends[0]])
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            take_pipes([ends[2], ends[5], ends[7], ends[0]], self.max_fd)
             os.setsid()
             if self.settings.get("is_local") and self.libc is not None:
                 self.libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-                if os.getppid() != parent:
+                if os.getppid() != self.pid:
                     os._exit(code)
             # While still root: of this box, the kernel shall kill the agent's processes for memory, not the toolbox.
             write_path("/proc/self/oom_score_adj", b"1000")
-            limit_resources(self.settings["limits"])
+            for which, limit in self.limits:
+                resource.setrlimit(which, (limit, limit))
             if not text:
                 warm_up(self.settings)
                 text = read_request()
@@ -156,7 +160,7 @@ class Forker:
         return BODIES[request["op"]](settings, request)
 
 
-def take_pipes(ends: list[int]) -> None:
+def take_pipes(ends: list[int], max_fd: int) -> None:
     """Makes `ends` standard input, output and error, where requests come from, and where reports go; closes the rest.
 
     What belongs to other commands would keep their pipes open.
@@ -166,12 +170,28 @@ def take_pipes(ends: list[int]) -> None:
     if ends[3] != CONTROL:
         os.dup2(ends[3], CONTROL, inheritable=False)
     os.dup2(2, REPORT, inheritable=False)
+    if max_fd:
+        os.closerange(REPORT + 1, max_fd)
+        return
     for name in os.listdir("/proc/self/fd"):
         if int(name) > REPORT:
             try:  # noqa: SIM105 (contextlib costs milliseconds at each start)
                 os.close(int(name))
             except OSError:  # that of the listing itself
                 pass
+
+
+def max_closed_fd() -> int:
+    """Up to where all descriptors can be closed at once; 0 where that is not so, and a listing takes less.
+
+    Python 3.10 asks the kernel to; where that cannot (gVisor's), it tries each that there might be.
+    """
+    try:
+        is_new = sys.version_info >= (3, 10) and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 9)
+    except ValueError:
+        is_new = False
+    max_fd = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max_fd if is_new and 0 < max_fd <= MAX_CLOSED else 0
 
 
 def warm_up(settings: dict[str, Any]) -> None:
@@ -235,13 +255,13 @@ def replace_process(settings: dict[str, Any], request: dict[str, Any]) -> int:
     raise OSError(reason.errno, reason.strerror, program) from None
 
 
-def limit_resources(limits: dict[str, int]) -> None:
-    """Sets hard limits, never above those that hold already."""
+def hard_limits(limits: dict[str, int]) -> list[tuple[int, int]]:
+    """The limits of a child, by the kernel's number; never above those that hold already."""
+    found = [(resource.RLIMIT_CORE, 0)]
     for name, limit in limits.items():
         hard = resource.getrlimit(LIMITS[name])[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(LIMITS[name], (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        found.append((LIMITS[name], limit if hard == resource.RLIM_INFINITY else min(limit, hard)))
+    return found
 
 
 def load_libc() -> Any:

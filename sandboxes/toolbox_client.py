@@ -45,6 +45,16 @@ _ERRORS: Mapping[str, type[Exception]] = {
     "timeout": AskTimeoutError,
     "replayed": SandboxError,
 }
+_CODE = {"exit_code": (int, type(None)), "num_stdout": (int,)}
+_BODY = {**_CODE, "dropped": (int,)}
+_COMMAND = {**_BODY, "duration_s": (int, float), "timed_out": (bool,), "oom_killed": (bool,)}
+_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("read", "write", "upload", "download"), _BODY),
+    "exec": _COMMAND,
+    "reset": _CODE,
+    "ask": {"dropped": (int,)},
+}
+"""What an answer has, by operation: whoever takes the toolbox's place shall not choose what its owner stumbles over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,7 @@ class Answer:
 class _Call:
     """A call under way."""
 
+    op: str
     answer: asyncio.Future[Answer]
     request_id: int
     on_output: Callable[[int, bytes], None] | None = None
@@ -89,7 +100,10 @@ class _Call:
             self.parts[which].append(data)
 
     def complete(self, fields: dict[str, Any], payload: bytes) -> None:
-        """Ends the call with its answer, the parts included."""
+        """Ends the call with its answer, the parts included. Raises ValueError for what is none to this operation."""
+        for name, types in _FIELDS.get(self.op, {}).items():
+            if not isinstance(fields.get(name, ""), types):
+                raise ValueError(f"an answer to {self.op} with {name} {fields.get(name)!r:.100}")
         if any(self.parts.values()):
             num_stdout = fields.get("num_stdout", len(payload))
             stdout = b"".join([*self.parts[1], payload[:num_stdout]])
@@ -159,6 +173,7 @@ class ToolboxClient:
         if on_ended is not None:
             self._on_ended[request_id] = on_ended
         call = _Call(
+            op=op,
             request_id=request_id,
             answer=asyncio.get_running_loop().create_future(),
             on_output=on_output,
@@ -242,6 +257,8 @@ class ToolboxClient:
 
     def feed(self, data: bytes) -> None:
         """Takes bytes that have come from the toolbox. Nonsense loses the box, and never raises."""
+        if self._lost is not None:  # kept, they would be without bound
+            return
         self._incoming += data
         try:
             while len(self._incoming) >= _HEADER.size and self._lost is None:

@@ -11,6 +11,10 @@ import sys
 
 from driftgym.sandboxes.toolbox_system import READ_BYTES, read_path
 
+TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
+if TYPE_CHECKING:
+    from typing import Any
+
 IPC_TABLES = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 INVALID = 22
 FLAGS_GET, FLAGS_SET = 0x80086601, 0x40086602
@@ -73,7 +77,37 @@ def report_error(error: Exception) -> int:
     return 1
 
 
-# -- making new again
+# -- making new, and new again
+
+
+def open_folders(settings: dict[str, Any]) -> None:
+    """Gives the folders where work happens the permissions that they were mounted with: runtimes in use then put on
+    those of the image's folder of that name."""
+    own = [settings["work_dir"], *settings.get("more_dirs", ())]
+    wanted = {**dict.fromkeys(own, 0o755), settings["tmp_dir"]: 0o1777}
+    for folder, mode in wanted.items():
+        if folder.startswith("/dev/") or not os.path.isdir(folder):  # what the engine mounts by itself is sound
+            continue
+        state = os.stat(folder)
+        if stat.S_IMODE(state.st_mode) != mode:
+            change_mode(folder, mode, state.st_uid)
+
+
+def change_mode(folder: str, mode: int, owner: int) -> None:
+    """Changes a mode as the owner of the folder, since root without capabilities may not."""
+    if owner == os.geteuid():
+        os.chmod(folder, mode)
+        return
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(owner)
+            os.setuid(owner)
+            os.chmod(folder, mode)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def describe_roots(folders: list[str]) -> dict[str, list[int]]:

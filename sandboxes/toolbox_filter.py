@@ -15,6 +15,7 @@ import struct
 TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
@@ -35,6 +36,9 @@ X32_MASK = 0xBFFFFFFF
 LOAD, AND, JUMP_EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 ALLOW = 0x7FFF0000
+SET_NO_NEW_PRIVILEGES, SET_SECCOMP, MODE_FILTER = 38, 22, 2
+"""Of prctl(2); without the first, the second needs a right that nobody has here."""
+HEAD_FORMAT = "=H6xQ"
 NO_SUCH_CALL, NO_SUCH_FAMILY = 0x00050000 | 38, 0x00050000 | 97  # ENOSYS, EAFNOSUPPORT
 
 
@@ -75,56 +79,39 @@ def filter_program() -> Sequence[bytes]:
 def install_filter() -> bool:
     """Puts the filter on this process and those that it will start, for good. False where the image's Python or the
     kernel lacks what it takes: the engine's filter stands alone then."""
-    program = filter_program()
-    code = b"".join(program)
     if struct.calcsize("P") != 8 or os.name != "posix":
         return False
-    for prctl_of in (prctl_of_core, prctl_of_ctypes):
+    program = filter_program()
+    for install in (install_by_core, install_by_ctypes):
         try:
-            prctl, hold = prctl_of()
-            buffer, address = hold(code)
-            head = struct.pack("=H6xQ", len(program), address)
-            # PR_SET_NO_NEW_PRIVS, without which PR_SET_SECCOMP needs a right that nobody has here.
-            is_installed = prctl(38, 1, 0) == 0 and prctl(22, 2, head) == 0
-            del buffer
+            return install(b"".join(program), len(program))
         except (ImportError, AttributeError, TypeError, OSError):
-            continue
-        return is_installed
+            pass
     return False
 
 
-def prctl_of_core() -> tuple[Callable[..., int], Callable[[bytes], tuple[Any, int]]]:
-    """prctl(2), and what holds bytes at an address, from the core of `ctypes` alone: the whole package takes a box a
-    third of the time that it needs to start, and memory that every fork copies.
-
-    Raises ImportError, AttributeError or TypeError where the core is another one.
-    """
+def install_by_core(code: bytes, num_steps: int) -> bool:
+    """With the core of `ctypes` alone: the package itself takes a box milliseconds at its start, and memory that each
+    fork has to copy. Raises ImportError, AttributeError or TypeError where the core is another one."""
     import _ctypes
 
-    address = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
-
-    def prctl(option: int, second: int, third: int | bytes) -> int:
-        return int(_ctypes.call_function(address, (option, second, third, 0, 0)))
-
-    def hold(data: bytes) -> tuple[Any, int]:
-        byte = type("Byte", (_ctypes._SimpleCData,), {"_type_": "c"})
-        buffer = type("Buffer", (_ctypes.Array,), {"_type_": byte, "_length_": len(data)}).from_buffer_copy(data)
-        return buffer, _ctypes.addressof(buffer)
-
-    return prctl, hold
+    core: Any = _ctypes
+    byte = type("Byte", (core._SimpleCData,), {"_type_": "c"})
+    buffer_type: Any = type("Buffer", (core.Array,), {"_type_": byte, "_length_": len(code)})
+    buffer = buffer_type.from_buffer_copy(code)
+    head = struct.pack(HEAD_FORMAT, num_steps, core.addressof(buffer))
+    prctl = core.dlsym(core.dlopen(None, 0), "prctl")
+    calls = [(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (SET_SECCOMP, MODE_FILTER, head, 0, 0)]
+    return all(core.call_function(prctl, call) == 0 for call in calls)
 
 
-def prctl_of_ctypes() -> tuple[Callable[..., int], Callable[[bytes], tuple[Any, int]]]:
-    """The same, as documented. Raises ImportError, OSError or AttributeError where there is none."""
+def install_by_ctypes(code: bytes, num_steps: int) -> bool:
+    """As documented. Raises ImportError, AttributeError or OSError where there is none."""
     import ctypes
 
-    function = ctypes.CDLL(None).prctl
-
-    def prctl(option: int, second: int, third: int | bytes) -> int:
-        return int(function(option, ctypes.c_ulong(second), third if isinstance(third, bytes) else ctypes.c_ulong(third), *2 * (ctypes.c_ulong(0),)))
-
-    def hold(data: bytes) -> tuple[Any, int]:
-        buffer = ctypes.create_string_buffer(data, len(data))
-        return buffer, ctypes.addressof(buffer)
-
-    return prctl, hold
+    buffer = ctypes.create_string_buffer(code, len(code))
+    head = ctypes.create_string_buffer(struct.pack(HEAD_FORMAT, num_steps, ctypes.addressof(buffer)))
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    calls = [(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (SET_SECCOMP, MODE_FILTER, ctypes.addressof(head), 0, 0)]
+    return all(prctl(*call) == 0 for call in calls)

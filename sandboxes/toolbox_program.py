@@ -85,7 +85,8 @@ def local_command(settings: Mapping[str, Any]) -> list[str]:
 @functools.cache
 def _program_parts(*, has_relay: bool) -> tuple[bytes, bytes]:
     sources = _sources(has_relay=has_relay)
-    return marshal.dumps(_compiled(sources), 2), marshal.dumps(sources, 2)
+    # What is compiled is read by this version of Python alone; sources by any, whose oldest form is the second.
+    return marshal.dumps(_compiled(sources)), marshal.dumps(sources, 2)
 
 
 def _sources(*, has_relay: bool) -> list[tuple[str, str]]:

@@ -6,9 +6,9 @@ A copy that is cancelled closes the file, and with that ends the thread that is 
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.archive import ArchiveError, max_archive_bytes, pack_folder, unpack_archive
@@ -16,6 +16,7 @@ from driftgym.sandboxes.toolbox_client import Answer, ToolboxClient
 
 _PART_BYTES = 256 * 1024
 _WINDOW_BYTES = 1024 * 1024
+_T = TypeVar("_T")
 
 
 async def send_folder(client: ToolboxClient, local: Path, path: str, *, timeout_s: float) -> Answer:
@@ -24,10 +25,10 @@ async def send_folder(client: ToolboxClient, local: Path, path: str, *, timeout_
     Raises:
         NotADirectoryError: `local` is no folder.
         OSError: it cannot be read.
-        SandboxError: the box is gone.
+        SandboxError: the box is gone, or `timeout_s` is over.
     """
     with tempfile.TemporaryFile() as archive:
-        await asyncio.to_thread(pack_folder, local, archive)
+        await in_time(asyncio.to_thread(pack_folder, local, archive), timeout_s)
         await asyncio.to_thread(archive.seek, 0)
         return await client.call("upload", _content(archive), timeout_s=timeout_s, path=path, cwd="/")
 
@@ -54,7 +55,7 @@ async def receive_folder(
     Raises:
         ValueError: it holds more than `max_bytes` or `max_files`.
         OSError: `local` cannot be written.
-        SandboxError: the box is gone, or sent no archive.
+        SandboxError: the box is gone, or sent no archive, or `timeout_s` is over.
     """
     with tempfile.TemporaryFile() as archive:
         arrived: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
@@ -82,7 +83,17 @@ async def receive_folder(
         finally:
             await _end(calling, writing)
         check(answer)
-        await asyncio.to_thread(_unpack, archive, local, max_bytes=max_bytes, max_files=max_files)
+        unpacking = asyncio.to_thread(_unpack, archive, local, max_bytes=max_bytes, max_files=max_files)
+        await in_time(unpacking, timeout_s)
+
+
+async def in_time(work: Awaitable[_T], timeout_s: float) -> _T:
+    """Waits for work in a thread, which is left alone when it is late. Raises SandboxError then."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise SandboxError(f"the copy did not end within {timeout_s:g} s") from None
 
 
 async def _write(client: ToolboxClient, arrived: "asyncio.Queue[tuple[int, bytes]]", archive: IO[bytes]) -> None:

@@ -14,6 +14,7 @@ from driftgym.agents.generators.launch import start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.agents.generators.vllm import VLLMGenerator
 from driftgym.agents.rendering import Renderer, make_renderer
 from driftgym.agents.rollout import run_group
 from driftgym.agents.tool_agent import ToolAgent
@@ -36,6 +37,7 @@ from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
 from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightKind, WeightUpdate
 
 _NO_VERSION = -1
+_PARKED_IDLE_S = 0.1  # a step may be waiting for an answer that is parked: generators do not stand still for long
 _EMBEDDED_TAKE: tuple[WeightKind, ...] = ("full", "delta", "lora")
 _DEMONSTRATION_SEED = 1 << 20  # added to the run's seed: what is demonstrated is not what is played
 
@@ -286,14 +288,19 @@ async def _start_servers(request: StartRequest, update: WeightUpdate, closer: Cl
 async def _join_servers(request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int) -> GeneratorPool:
     """Servers that somebody else started: all are given the weights, and asked what their log-probs are of."""
     config = request.config
+    max_concurrency = config.generator.max_concurrency
+    client = VLLMGenerator if config.generator.kind == "vllm" else SGLangGenerator
     servers = [
-        SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=config.generator.max_concurrency)
-        for url in config.generator.urls
+        client(url, incarnation=update.incarnation, max_concurrency=max_concurrency) for url in config.generator.urls
     ]
     # They have any weights: none that this run published.
     pool = _pool_of(servers, request, policy_version=_NO_VERSION)
     closer.add("the generators", pool.close)
-    await pool.update_weights(update, mode="in_flight", timeout_s=config.limits.weight_update_s)
+    # With keep_kv, so that a server that cannot keep its cache says so now; of weights that no run published it keeps
+    # none.
+    await pool.update_weights(
+        update, mode="in_flight", keep_kv=config.generator.keep_kv, timeout_s=config.limits.weight_update_s
+    )
     for server in servers:
         await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
     return pool
@@ -315,6 +322,7 @@ def _pool_of(
         iteration_tokens=config.iteration_tokens,
         max_concurrency=config.max_concurrency,
         max_paused_share=config.max_paused_share,
+        idle_s=_PARKED_IDLE_S,
         on_event=tell,
         **options,
     )

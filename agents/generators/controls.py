@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from driftgym.agents.generators.http import EngineHttp
 from driftgym.agents.generators.traffic import Traffic
@@ -17,43 +17,79 @@ _ABORT_INTERVAL_S = 0.5
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running requests: they end with what they have; they lose their KV and wait; they stand still."""
 
+ControlCall = tuple[str, Mapping[str, Any]]
+"""The path of a POST, with its query, and its body."""
+
+
+class ControlCalls(Protocol):
+    """The control calls in the words of one kind of engine."""
+
+    def pause(self, mode: PauseMode) -> ControlCall:
+        """Stops decoding."""
+        ...
+
+    def resume(self) -> ControlCall:
+        """Goes on decoding."""
+        ...
+
+    def abort(self, request_id: str | None) -> ControlCall:
+        """Ends one request, or all."""
+        ...
+
+
+class SGLangCalls:
+    """As SGLang's native API has them."""
+
+    def pause(self, mode: PauseMode) -> ControlCall:
+        """As `ControlCalls.pause`."""
+        return "/pause_generation", {"mode": mode}
+
+    def resume(self) -> ControlCall:
+        """As `ControlCalls.resume`."""
+        return "/continue_generation", {}
+
+    def abort(self, request_id: str | None) -> ControlCall:
+        """As `ControlCalls.abort`."""
+        return "/abort_request", {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}
+
 
 class EngineControls:
     """The control calls to one engine. All raise GeneratorError when it does not answer within ten seconds."""
 
-    def __init__(self, http: EngineHttp, traffic: Traffic) -> None:
-        """Calls nothing yet. `traffic` is told when the engine stands still."""
+    def __init__(self, http: EngineHttp, traffic: Traffic, *, calls: ControlCalls | None = None) -> None:
+        """Calls nothing yet. `traffic` is told when the engine stands still; `calls` are by default SGLang's."""
         self._http = http
         self._traffic = traffic
+        self._calls = calls or SGLangCalls()
         self._aside: set[asyncio.Task[None]] = set()
 
     async def halt(self, mode: PauseMode) -> None:
         """Stops decoding."""
         self._traffic.halt(True)
-        await self._post("/pause_generation", {"mode": mode})
+        await self._post(*self._calls.pause(mode))
 
     async def go_on(self) -> None:
         """Goes on decoding."""
         try:
-            await self._post("/continue_generation", {})
+            await self._post(*self._calls.resume())
         finally:
             self._traffic.halt(False)
 
     async def abort(self, request_id: str | None) -> None:
         """Ends one request, or all. Asks again where the engine had not seen the request yet."""
         named = self._traffic.abort(request_id)
-        await self._post("/abort_request", _abort_body(request_id))
+        await self._post(*self._calls.abort(request_id))
         for _ in range(_ABORT_TRIES):
             if not any(self._traffic.is_sent(request) for request in named):
                 return
             await asyncio.sleep(_ABORT_INTERVAL_S)
-            await self._post("/abort_request", _abort_body(request_id))
+            await self._post(*self._calls.abort(request_id))
 
     async def abort_quietly(self, request_id: str) -> None:
         """Ends a request that nobody waits for, if the engine can be told."""
         with contextlib.suppress(GeneratorError, TimeoutError):
             async with asyncio.timeout(_ABORT_S):
-                await self._http.post("/abort_request", _abort_body(request_id))
+                await self._http.post(*self._calls.abort(request_id))
 
     def abort_aside(self, request_id: str) -> None:
         """As `abort_quietly`, without waiting for it."""
@@ -84,7 +120,3 @@ class EngineControls:
 def wire_id(request_id: str) -> str:
     """The request's id at the engine. SGLang aborts every request whose id begins with the one that it is given."""
     return f"{len(request_id)}:{request_id}"
-
-
-def _abort_body(request_id: str | None) -> Mapping[str, Any]:
-    return {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}

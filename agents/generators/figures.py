@@ -1,13 +1,18 @@
 """How a pool stands, as one engine."""
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from driftgym.agents.generators.base import GeneratorHealth, GeneratorLoad, WeightVersion
+from driftgym.agents.generators.base import Generator, GeneratorHealth, GeneratorLoad, WeightVersion
 from driftgym.agents.generators.members import Member
 from driftgym.agents.generators.parking import Parking
 from driftgym.agents.generators.places import Places
 from driftgym.agents.generators.roster import Roster
 from driftgym.errors import GeneratorError
+
+_AnswerT = TypeVar("_AnswerT")
 
 
 class Figures:
@@ -23,15 +28,11 @@ class Figures:
 
     async def health(self, *, min_version: int) -> GeneratorHealth:
         """See `GeneratorPool.health`."""
-        present = self._roster.present
-        answers = await asyncio.gather(*(self._ask(member) for member in present))
-        healths = [health for health in answers if health is not None]
-        if not healths:
-            raise GeneratorError(f"no generator answers ({self._roster.outages})")
-        for member, health in zip(present, answers, strict=True):
-            if health is not None:
-                self._busy_s += max(0.0, health.busy_s - member.seen_busy_s) / len(present)
-                member.seen_busy_s = health.busy_s
+        answers = await self._ask(lambda generator: generator.health())
+        for member, health in answers.items():
+            self._busy_s += max(0.0, health.busy_s - member.seen_busy_s) / len(self._roster.present or answers)
+            member.seen_busy_s = health.busy_s
+        healths = list(answers.values())
         return GeneratorHealth(
             version=WeightVersion(incarnation=healths[0].version.incarnation, policy_version=min_version),
             num_running=sum(health.num_running for health in healths),
@@ -39,20 +40,27 @@ class Figures:
             busy_s=self._busy_s,
         )
 
-    async def _ask(self, member: Member) -> GeneratorHealth | None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await member.generator.health()
-        except (GeneratorError, TimeoutError):
-            return None
-
     async def load(self) -> GeneratorLoad:
         """See `GeneratorPool.load`."""
-        loads = await asyncio.gather(*(member.generator.load() for member in self._roster.present))
+        loads = (await self._ask(lambda generator: generator.load())).values()
         return GeneratorLoad(
             num_running=sum(load.num_running for load in loads),
             num_queued=sum(load.num_queued for load in loads) + self._num_waiting,
         )
+
+    async def _ask(self, question: Callable[[Generator], Awaitable[_AnswerT]]) -> dict[Member, _AnswerT]:
+        """What those answer that do. Raises GeneratorError when none does."""
+        answers: dict[Member, _AnswerT] = {}
+
+        async def ask(member: Member) -> None:
+            with contextlib.suppress(GeneratorError, TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    answers[member] = await question(member.generator)
+
+        await asyncio.gather(*(ask(member) for member in self._roster.present))
+        if not answers:
+            raise GeneratorError(f"no generator answers ({self._roster.outages})")
+        return answers
 
     @property
     def _num_waiting(self) -> int:

@@ -112,6 +112,7 @@ def _new_session(num_connections: int) -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=num_connections, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
         headers={"Content-Type": "application/json"},
+        cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )
 

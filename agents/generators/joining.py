@@ -1,7 +1,7 @@
 """Engines join a pool and leave it, while it runs; a pause is for all of them."""
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from driftgym.agents.generators.base import Generator
@@ -11,6 +11,8 @@ from driftgym.agents.generators.restarts import close_quietly
 from driftgym.agents.generators.rolling import Weights
 from driftgym.agents.generators.roster import Roster
 from driftgym.errors import GeneratorError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Joining:
@@ -76,12 +78,12 @@ class Joining:
         member = self._roster.named(name)
         member.is_leaving = True
         self._places.settle()
+        emptying = member.empty(of_requests=False) if drain else _hurry_out(member)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    if not drain:
-                        await member.hurry()
-                    await member.empty(of_requests=False)
+            async with asyncio.timeout(timeout_s):
+                await emptying
+        except TimeoutError:
+            _LOGGER.warning("generator %s had slices under way after %g s; they are cut off", name, timeout_s)
         finally:
             member.interrupt()
             closing = self._roster.drop(member)
@@ -111,6 +113,11 @@ class Joining:
 
         await asyncio.gather(*(tell(member) for member in self._roster.present))
         self._roster.check_any()
+
+
+async def _hurry_out(member: Member) -> None:
+    await member.hurry()
+    await member.empty(of_requests=False)
 
 
 async def _busy_s(member: Member) -> float:

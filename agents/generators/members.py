@@ -116,6 +116,11 @@ class Member:
         """True when it may be given one more slice."""
         return self.max_concurrency is None or self.num_running < self.max_concurrency
 
+    @property
+    def is_open(self) -> bool:
+        """True when some request may be given a place here."""
+        return self.is_in and self.has_room and (self.is_draining or not self.is_updating)
+
     def takes(self, home: "Member | None") -> bool:
         """True when it takes slices of a request whose latest token was written at `home`."""
         if self.is_updating:

@@ -113,11 +113,13 @@ class Places:
 
     def serve(self) -> None:
         """Gives free places to those who wait, in order; tells those who wait in vain."""
+        if self._is_held:
+            return
         for ask in tuple(self._waiting):
             assert ask.waiter is not None
-            if ask.waiter.done():
-                continue
-            member = self._reserve(ask)
+            if not any(member.is_open for member in self._members):
+                return
+            member = None if ask.waiter.done() else self._reserve(ask)
             if member is not None:
                 self._waiting.remove(ask)
                 ask.waiter.set_result(member)

@@ -126,11 +126,6 @@ class GeneratorPool:
         return self._parts.slicer.counts
 
     @property
-    def num_retried(self) -> int:
-        """Slices that were lost with their engine, or failed there, and were asked for again."""
-        return self._parts.slicer.counts.num_retried
-
-    @property
     def num_parked(self) -> int:
         """How often a request was parked, since the start."""
         return self._parts.parking.num_parked

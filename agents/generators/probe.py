@@ -6,19 +6,21 @@ import uuid
 import numpy as np
 
 from driftgym.agents.generators.base import Generator
-from driftgym.errors import ConfigError
-from driftgym.types import Float32Array, SamplingParams
+from driftgym.agents.generators.http import EngineRefusedError
+from driftgym.errors import ConfigError, GeneratorError
+from driftgym.types import Completion, SamplingParams
 
-_TEMPERATURE = 1000.0
+_TEMPERATURES = (1000.0, 2.0)  # the first that the engine takes: vLLM takes none above 2
 _NUM_TOKENS = 16
 _MIN_SPREAD = 1e-3  # below it, the model finds all tokens as likely, and nothing tells the two apart
+_SAME = 0.05  # of the spread: by less differ scores of the same weights, in bfloat16 too
+_REFUSED = 400
 
 
 async def check_logprobs(generator: Generator, *, name: str, token_id: int, timeout_s: float) -> None:
-    """Samples a few tokens at a temperature so high that all are about as likely, and has the engine score them.
+    """Samples a few tokens at a high temperature, and has the engine score them, which it does at temperature 1.
 
-    The scores are at temperature 1, so they differ by a thousand times as much as the log-probs of what was sampled
-    may. An engine that reports log-probs of before the temperature reports those scores instead; trained on, every
+    An engine that reports log-probs of before the temperature reports those scores when it samples; trained on, every
     ratio would be wrong.
 
     Args:
@@ -31,23 +33,36 @@ async def check_logprobs(generator: Generator, *, name: str, token_id: int, time
         ConfigError: the log-probs are those of before the temperature.
         GeneratorError: the engine does not answer.
     """
-    completion = await generator.generate(
-        [token_id],
-        SamplingParams(temperature=_TEMPERATURE, max_tokens=_NUM_TOKENS),
-        request_id=f"probe-{uuid.uuid4().hex}",
-        session_id="probe",
-        deadline_s=time.monotonic() + timeout_s,
-    )
+    completion = await _sample(generator, token_id, timeout_s=timeout_s)
+    if not len(completion.logprobs):
+        raise GeneratorError(f"{name} ended the request that asks what its log-probs are of")
     ids = [token_id, *completion.token_ids.tolist()]
     scores = await generator.score(ids, num_given=1, deadline_s=time.monotonic() + timeout_s)
-    sampled, scored = _spread(completion.logprobs), _spread(scores.logprobs)
-    if scored > _MIN_SPREAD and sampled > scored / 2:
+    spread = float(np.ptp(scores.logprobs))
+    if spread > _MIN_SPREAD and np.abs(completion.logprobs - scores.logprobs).max() <= _SAME * spread:
         raise ConfigError(
-            f"generator: {name} reports log-probs of before the temperature (at {_TEMPERATURE:.0f} they differ by "
-            f"{sampled:.3f}); start an SGLang server without SGLANG_RETURN_ORIGINAL_LOGPROB, vLLM's with "
+            f"generator: {name} reports log-probs of before the temperature (at a high one they are those of "
+            f"temperature 1); start an SGLang server without SGLANG_RETURN_ORIGINAL_LOGPROB, vLLM's with "
             f"--logprobs-mode processed_logprobs"
         )
 
 
-def _spread(logprobs: Float32Array) -> float:
-    return float(np.ptp(logprobs)) if len(logprobs) else 0.0
+async def _sample(generator: Generator, token_id: int, *, timeout_s: float) -> Completion:
+    *higher, highest_for_all = _TEMPERATURES
+    for temperature in higher:
+        try:
+            return await _sample_at(temperature, generator, token_id, timeout_s=timeout_s)
+        except EngineRefusedError as error:
+            if error.status != _REFUSED:
+                raise
+    return await _sample_at(highest_for_all, generator, token_id, timeout_s=timeout_s)
+
+
+async def _sample_at(temperature: float, generator: Generator, token_id: int, *, timeout_s: float) -> Completion:
+    return await generator.generate(
+        [token_id],
+        SamplingParams(temperature=temperature, max_tokens=_NUM_TOKENS),
+        request_id=f"probe-{uuid.uuid4().hex}",
+        session_id="probe",
+        deadline_s=time.monotonic() + timeout_s,
+    )

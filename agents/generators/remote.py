@@ -50,7 +50,10 @@ class EngineWire(Protocol):
         ...
 
     async def plan(self, update: WeightUpdate, version: WeightVersion) -> Mapping[str, Any]:
-        """What `take` is then given. Raises before anything is changed where the engine does not take such weights."""
+        """What `take` is given: the folder under `model_path`, and what else the engine asks for.
+
+        Raises before anything is changed where the engine does not take such weights.
+        """
         ...
 
     async def take(self, plan: Mapping[str, Any], *, flushes: bool) -> None:
@@ -233,26 +236,24 @@ class RemoteGenerator:
     async def _update(
         self, update: WeightUpdate, version: WeightVersion, *, mode: WeightUpdateMode, keep_kv: bool
     ) -> None:
-        plan = await self._wire.plan(update, version)
-        kept = await self._info.version_to_keep(self._incarnation) if keep_kv and not self._is_unknown else None
         with self._traffic.held():
+            plan = await self._wire.plan(update, version)
+            kept = await self._info.version_to_keep(self._incarnation) if keep_kv and not self._is_unknown else None
             if mode == "drain":
                 await self._traffic.empty()
-                await self._load(plan, update, version, kept_version=None)
+                await self._load(plan, version, kept_version=None)
                 return
             pause: PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
             try:
                 # An engine that its owner paused stands still already; only running requests are still to be ended.
                 if not self._is_paused or mode == "abort_resume":
                     await self._controls.halt(pause)
-                await self._load(plan, update, version, kept_version=None if kept is None else kept.policy_version)
+                await self._load(plan, version, kept_version=None if kept is None else kept.policy_version)
             finally:
                 if not self._is_paused:
                     await asyncio.shield(self._controls.go_on())
 
-    async def _load(
-        self, plan: Mapping[str, Any], update: WeightUpdate, version: WeightVersion, *, kept_version: int | None
-    ) -> None:
+    async def _load(self, plan: Mapping[str, Any], version: WeightVersion, *, kept_version: int | None) -> None:
         self._is_unknown = True
         self._traffic.updated(kept_version=kept_version)
         await self._wire.take(plan, flushes=kept_version is None)
@@ -260,7 +261,7 @@ class RemoteGenerator:
         reported = await self._info.reported_version()
         if reported != str(version):
             raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
-        await self._info.learn_from(update.location)
+        await self._info.learn_from(str(plan["model_path"]))
         self._is_unknown = False
 
     async def health(self) -> GeneratorHealth:

@@ -174,6 +174,8 @@ class ScriptedGenerator:
         """As `Generator.generate`."""
         self._check(prompt_token_ids)
         started, answer = time.monotonic(), _Answer(request_id=request_id)
+        if started >= deadline_s:
+            raise GeneratorError(_late(answer))
         if not self._admits.is_set():
             await self._wait_for_drain(answer, deadline_s)
         if answer.is_aborted:

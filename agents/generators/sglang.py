@@ -1,27 +1,15 @@
 """The client of engines that speak SGLang's native HTTP API: real SGLang servers, and the embedded one."""
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from driftgym.agents.generators.answers import empty_completion, parse_answer, parse_scores
-from driftgym.agents.generators.base import (
-    GeneratorHealth,
-    GeneratorLoad,
-    Scores,
-    WeightUpdateMode,
-    WeightVersion,
-)
-from driftgym.agents.generators.controls import EngineControls, PauseMode, wire_id
+from driftgym.agents.generators.base import WeightVersion
+from driftgym.agents.generators.controls import SGLangCalls, wire_id
 from driftgym.agents.generators.engine_info import EngineInfo
 from driftgym.agents.generators.http import EngineHttp
-from driftgym.agents.generators.traffic import NotSentError, Request, Traffic
-from driftgym.agents.generators.vocabulary import checked_ids
+from driftgym.agents.generators.remote import OwnedServer, RemoteGenerator
 from driftgym.errors import GeneratorError
-from driftgym.types import Completion, SamplingParams, WeightUpdate
+from driftgym.types import SamplingParams, WeightUpdate
 
 _NEUTRAL: Mapping[str, Any] = {
     "top_k": -1,
@@ -34,19 +22,11 @@ _NEUTRAL: Mapping[str, Any] = {
 """What would change the distribution, at the values at which it does not: a server may have other defaults."""
 
 
-class OwnedServer(Protocol):
-    """A server that a client started, and ends."""
-
-    async def close(self, *, timeout_s: float) -> None:
-        """Ends the server."""
-        ...
-
-
-class SGLangGenerator:
+class SGLangGenerator(RemoteGenerator):
     """One engine behind `url`. Answers of another life of the run, or of unknown weights, are refused.
 
-    Requests wait here, not at the engine, while it is paused or takes weights: so each is sent to known weights, and
-    an engine that drains is given nothing new.
+    A real server reads weights from the same path as whoever published them. Weights are taken in the forms that are
+    right: `retract` and a flush; `in_place` and none; `abort` and a flush; or nothing that runs.
     """
 
     def __init__(
@@ -70,232 +50,60 @@ class SGLangGenerator:
             server: ended by `close`.
             close_timeout_s: bounds the end of `server`.
         """
-        self._http = EngineHttp(url, max_concurrency=max_concurrency)
-        self.url = self._http.url
-        self._incarnation = incarnation
-        self._info = EngineInfo(self._http, vocab_size=vocab_size)
-        self._traffic = Traffic(max_concurrency=max_concurrency)
-        self._controls = EngineControls(self._http, self._traffic)
-        self._server = server
-        self._close_timeout_s = close_timeout_s
-        self._updating = asyncio.Lock()
-        self._is_paused = False
-        self._is_unknown = False  # which weights it has: an update failed
-
-    async def __aenter__(self) -> "SGLangGenerator":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        session_id: str,
-        deadline_s: float,
-        min_policy_version: int = 0,
-    ) -> Completion:
-        """As `Generator.generate`. Engines find shared prefixes by the tokens, so `session_id` is not sent."""
-        del session_id
-        async with self._by_deadline(request_id, deadline_s):
-            vocab_size = await self._info.vocab_size()
-            ids = checked_ids(prompt_token_ids, vocab_size)
-            try:
-                async with self._sending(request_id) as request:
-                    reply = await self._http.post(
-                        "/generate", _generate_body(ids, sampling, request_id), generates=True
-                    )
-            except NotSentError:
-                return empty_completion(request_id)
-        completion = parse_answer(
-            reply,
-            request_id=request_id,
-            incarnation=self._incarnation,
-            vocab_size=vocab_size,
-            elapsed_s=time.monotonic() - request.sent_s,
-            halted_s=self._traffic.halted.seconds - request.halted_s,
-            had_update=self._traffic.num_updates != request.num_updates,
-            kept_version=request.kept_version,
-            cached_version=request.cached_version,
-        )
-        if len(completion.policy_versions) and completion.policy_versions.min() < min_policy_version:
-            oldest = int(completion.policy_versions.min())
-            raise GeneratorError(f"{self.url}: tokens of version {oldest}, at least {min_policy_version} was asked for")
-        return completion
-
-    async def score(self, token_ids: Sequence[int], *, num_given: int, deadline_s: float) -> Scores:
-        """As `Generator.score`. Never rests on a KV cache of older weights."""
-        request_id = f"score-{time.monotonic_ns()}-{id(token_ids)}"
-        async with self._by_deadline(request_id, deadline_s):
-            vocab_size = await self._info.vocab_size()
-            ids = checked_ids(token_ids, vocab_size)
-            if not 1 <= num_given < len(ids):
-                raise ValueError(f"the prompt has {len(ids)} ids and {num_given} are given: nothing to score")
-            try:
-                async with self._sending(request_id) as request:
-                    is_cache_old = request.cached_version is not None
-                    body = _score_body(ids, 0 if is_cache_old else num_given - 1, request_id)
-                    reply = await self._http.post("/generate", body, generates=True)
-            except NotSentError:
-                raise GeneratorError(f"{self.url}: the scoring was aborted") from None
-        if self._traffic.num_updates != request.num_updates:
-            raise GeneratorError(f"{self.url}: the weights changed while it scored")
-        return parse_scores(
-            reply, token_ids=ids, num_given=num_given, incarnation=self._incarnation, vocab_size=vocab_size
+        http = EngineHttp(url, max_concurrency=max_concurrency)
+        info = EngineInfo(http, vocab_size=vocab_size)
+        super().__init__(
+            http,
+            info=info,
+            wire=SGLangWire(http, info),
+            calls=SGLangCalls(),
+            incarnation=incarnation,
+            max_concurrency=max_concurrency,
+            server=server,
+            close_timeout_s=close_timeout_s,
         )
 
-    @contextlib.asynccontextmanager
-    async def _by_deadline(self, request_id: str, deadline_s: float) -> AsyncIterator[None]:
-        """Bounds a request. One that nobody waits for any more is aborted, since it would take room from others."""
-        try:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                yield
-        except TimeoutError:
-            await self._controls.abort_quietly(request_id)
-            raise GeneratorError(f"{self.url}: request {request_id} got no answer by its deadline") from None
-        except asyncio.CancelledError:
-            self._controls.abort_aside(request_id)
-            raise
 
-    @contextlib.asynccontextmanager
-    async def _sending(self, request_id: str) -> AsyncIterator[Request]:
-        async with self._traffic.sending(request_id) as request:
-            if self._is_unknown:
-                raise GeneratorError(f"{self.url}: its weights are unknown since an update failed; update it")
-            yield request
+class SGLangWire:
+    """Asks an engine for answers and gives it weights, by SGLang's native API."""
 
-    async def abort(self, request_id: str | None = None) -> None:
-        """As `Generator.abort`."""
-        await self._controls.abort(request_id)
+    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
+        """Calls nothing yet."""
+        self._http = http
+        self._info = info
 
-    async def pause(self) -> None:
-        """As `Generator.pause`. Running requests lose their KV, so that weights can be taken in the meantime."""
-        if not self._is_paused:
-            self._is_paused = True
-            self._traffic.hold()
-        try:
-            await self._controls.halt("retract")
-        except BaseException:
-            await asyncio.shield(self.resume())
-            raise
+    async def generate(self, ids: list[int], sampling: SamplingParams, *, request_id: str) -> Mapping[str, Any]:
+        """As `EngineWire.generate`."""
+        params: dict[str, Any] = {
+            **_NEUTRAL,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        return await self._ask(ids, params, request_id)
 
-    async def resume(self) -> None:
-        """As `Generator.resume`."""
-        try:
-            await self._controls.go_on()
-        finally:
-            if self._is_paused:
-                self._is_paused = False
-                self._traffic.release()
+    async def score(self, ids: list[int], *, start: int, request_id: str) -> Mapping[str, Any]:
+        """As `EngineWire.score`."""
+        params = {"temperature": 1.0, "max_new_tokens": 0}
+        return await self._ask(ids, params, request_id, logprob_start_len=start)
 
-    async def update_weights(
-        self, update: WeightUpdate, *, mode: WeightUpdateMode, keep_kv: bool = False, timeout_s: float
-    ) -> None:
-        """As `Generator.update_weights`.
+    async def _ask(
+        self, ids: list[int], params: Mapping[str, Any], request_id: str, **options: int
+    ) -> Mapping[str, Any]:
+        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": wire_id(request_id)}
+        return await self._http.post("/generate", {**body, **options}, generates=True)
 
-        After a failure no request is answered until an update succeeds: an engine that refuses may have changed its
-        weights, or some of them, or have kept a cache of the old ones.
-        """
-        if keep_kv and mode != "in_flight":
-            raise ValueError(f"keep_kv goes with in_flight alone, not with {mode}")
-        version = WeightVersion(incarnation=update.incarnation, policy_version=update.policy_version)
-        if update.incarnation != self._incarnation:
-            raise GeneratorError(f"{self.url}: weights {version} are of another life, this is {self._incarnation}")
-        try:
-            async with asyncio.timeout(timeout_s), self._updating:
-                await self._update(update, version, mode=mode, keep_kv=keep_kv)
-        except TimeoutError:
-            raise GeneratorError(f"{self.url}: weights {version} were not taken within {timeout_s} s") from None
+    async def plan(self, update: WeightUpdate, version: WeightVersion) -> Mapping[str, Any]:
+        """As `EngineWire.plan`."""
+        return await self._info.update_body(update, version)
 
-    async def _update(
-        self, update: WeightUpdate, version: WeightVersion, *, mode: WeightUpdateMode, keep_kv: bool
-    ) -> None:
-        body = await self._info.update_body(update, version)
-        kept = await self._info.version_to_keep(self._incarnation) if keep_kv and not self._is_unknown else None
-        with self._traffic.held():
-            if mode == "drain":
-                await self._traffic.empty()
-                await self._load(body, version, kept_version=None)
-                return
-            pause: PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
-            try:
-                # An engine that its owner paused stands still already; only running requests are still to be ended.
-                if not self._is_paused or mode == "abort_resume":
-                    await self._controls.halt(pause)
-                await self._load(body, version, kept_version=None if kept is None else kept.policy_version)
-            finally:
-                if not self._is_paused:
-                    await asyncio.shield(self._controls.go_on())
-
-    async def _load(self, body: Mapping[str, Any], version: WeightVersion, *, kept_version: int | None) -> None:
-        self._is_unknown = True
-        self._traffic.updated(kept_version=kept_version)
-        flushes = kept_version is None
-        reply = await self._http.post("/update_weights_from_disk", {**body, "flush_cache": flushes})
+    async def take(self, plan: Mapping[str, Any], *, flushes: bool) -> None:
+        """As `EngineWire.take`."""
+        reply = await self._http.post("/update_weights_from_disk", {**plan, "flush_cache": flushes})
         if reply.get("success") is not True:
-            raise GeneratorError(f"{self.url}: weights {version} were refused: {reply.get('message')}")
-        # The reply could come from a server that did nothing; what it now reports is what its tokens will carry.
-        reported = await self._info.reported_version()
-        if reported != str(version):
-            raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
-        await self._info.learn_from(str(body["model_path"]))
-        self._is_unknown = False
-
-    async def health(self) -> GeneratorHealth:
-        """As `Generator.health`.
-
-        Of a server that does not report `busy_s`, the seconds in which this client had a request under way.
-        """
-        async with self._controls.within_limit():
-            version = await self._info.version()
-            load = await self._info.load()
-        return GeneratorHealth(
-            version=version,
-            num_running=load.num_running,
-            num_queued=load.num_queued,
-            busy_s=self._traffic.busy.seconds if load.busy_s is None else load.busy_s,
-        )
-
-    async def load(self) -> GeneratorLoad:
-        """As `Generator.load`; requests that wait here for a place count as queued."""
-        async with self._controls.within_limit():
-            load = await self._info.load()
-        return GeneratorLoad(num_running=load.num_running, num_queued=load.num_queued + self._traffic.num_waiting)
-
-    async def close(self) -> None:
-        """As `Generator.close`. Generations under way end with GeneratorError."""
-        server, self._server = self._server, None
-        self._traffic.close()
-        await self._http.close()
-        await self._controls.close()
-        if server is not None:
-            await asyncio.shield(server.close(timeout_s=self._close_timeout_s))
-
-
-def _generate_body(ids: list[int], sampling: SamplingParams, request_id: str) -> Mapping[str, Any]:
-    params: dict[str, Any] = {
-        **_NEUTRAL,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, "rid": wire_id(request_id)}
-
-
-def _score_body(ids: list[int], start: int, request_id: str) -> Mapping[str, Any]:
-    """`start`: the engine reports log-probs from there on, and reads from there on anew."""
-    return {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-        "return_logprob": True,
-        "logprob_start_len": start,
-        "rid": wire_id(request_id),
-    }
+            raise GeneratorError(
+                f"{self._http.url}: weights {plan['weight_version']} were refused: {reply.get('message')}"
+            )

@@ -43,9 +43,9 @@ class PoolParts:
 
     def __init__(self, options: PoolOptions, *, on_change: Callable[[], None]) -> None:
         """Starts nothing."""
-        self.aside = Background(on_change)
+        self.aside = Background(_nothing)
         """Ends engines that are lost."""
-        self.work = Background(on_change)
+        self.work = Background(_nothing)
         """Whatever ends with the pool."""
         self.restarts = Restarts(
             options.restart,
@@ -94,3 +94,7 @@ class PoolParts:
             self.places, self.parking, self.watch, chunk_tokens=options.chunk_tokens, background=self.work
         )
         self.figures = Figures(self.roster, self.places, self.parking, timeout_s=options.watch.timeout_s)
+
+
+def _nothing() -> None:
+    """What the end of a task changes that tells of its changes itself."""

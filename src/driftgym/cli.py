@@ -92,10 +92,12 @@ def train(
         )
     if config is None and resume is None:
         raise ConfigError("train: give either a CONFIG file or --resume RUN; see driftgym train --help")
+    from driftgym.processes import collect_garbage_rarely
     from driftgym.trainer import run
     from driftgym.trainer.run_config import load_run_config
     from driftgym.trainer.stop import RunInterruptedError
 
+    collect_garbage_rarely()
     try:
         if resume is not None:
             result = asyncio.run(run.resume(resume))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from driftgym.errors import ConfigError
+from driftgym.errors import ConfigError, SandboxError
 
 _ENGINE_TIMEOUT_S = 10.0
 _T = TypeVar("_T")
@@ -71,10 +71,16 @@ def sandbox_list(as_json: _Json = False) -> None:
 def sandbox_reap(as_json: _Json = False) -> None:
     """Remove the boxes whose owner's process is gone; never those of a living one."""
     _require_docker()
-    from driftgym.sandboxes.reaper import sweep
+    from driftgym.sandboxes.reaper import is_left_over, list_boxes, sweep
 
-    num_removed = _with_engine(sweep)
-    _print({"num_removed": num_removed}, text=f"{num_removed} boxes removed", as_json=as_json)
+    async def reap(engine: Any) -> tuple[int, list[str]]:
+        num_removed = await sweep(engine)
+        return num_removed, [box.sandbox_id[:12] for box in await list_boxes(engine) if is_left_over(box)]
+
+    num_removed, left = _with_engine(reap)
+    _print({"num_removed": num_removed, "num_left": len(left)}, text=f"{num_removed} boxes removed", as_json=as_json)
+    if left:
+        raise SandboxError(f"{len(left)} are still there ({', '.join(left)}): try again, or docker rm -f ID")
 
 
 @app.command("bench", epilog="Example: driftgym sandbox bench --quick --runtime runsc --json")

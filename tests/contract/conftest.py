@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 from docker_engine import busybox_image, open_docker, require_gvisor
 from sglang_server import SglangServer, open_sglang, sglang_python
+from vllm_server import SHAPE, VLLMServer, open_vllm, vllm_python
 
 from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
@@ -115,4 +116,16 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangSe
 
     folder = tmp_path_factory.mktemp("sglang")
     with open_sglang(save_tiny_model(folder / "model", seed=0), log=folder / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """A real vLLM server on a tiny model, one for the whole session; it takes the weights of each test."""
+    vllm_python()  # before a model is made
+
+    from tiny_models import save_tiny_model  # torch, which the other suites here do without
+
+    folder = tmp_path_factory.mktemp("vllm")
+    with open_vllm(save_tiny_model(folder / "model", seed=0, **SHAPE), log=folder / "log") as server:
         yield server

@@ -17,7 +17,7 @@ from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes import reaper
 from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxInfo, SandboxSpec
 from driftgym.sandboxes.docker import DockerSandbox
-from driftgym.sandboxes.docker_provider import DockerProvider
+from driftgym.sandboxes.docker_provider import DockerBox, DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
 from driftgym.sandboxes.providers import open_provider
 
@@ -106,6 +106,33 @@ async def test_close_while_boxes_start_leaves_no_container(
     assert await boxes_of_run(docker_provider, run_id) == []
     with pytest.raises(SandboxError, match="closed"):
         await provider.list()
+
+
+class SlowProvider(DockerProvider):
+    """A provider whose boxes are handed out when a test says."""
+
+    has_started: asyncio.Event
+    may_go_on: asyncio.Event
+
+    async def _start(self, spec: SandboxSpec, *, timeout_s: float) -> DockerBox:
+        box = await super()._start(spec, timeout_s=timeout_s)
+        self.has_started.set()
+        await self.may_go_on.wait()
+        return box
+
+
+async def test_close_at_the_moment_at_which_a_box_has_started_leaves_no_container(
+    docker_provider: DockerProvider, run_id: str
+) -> None:
+    provider = await SlowProvider.open(timeout_s=10, run_id=run_id)
+    provider.has_started, provider.may_go_on = asyncio.Event(), asyncio.Event()
+    start = asyncio.ensure_future(provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S))
+    await provider.has_started.wait()
+    provider.may_go_on.set()
+    await provider.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await start
+    assert await boxes_of_run(docker_provider, run_id) == []
 
 
 STARTER = """

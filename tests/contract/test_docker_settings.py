@@ -1,5 +1,6 @@
 """What a spec loosens, and what stays bounded then; what a box is told of the machine that it runs on."""
 
+import contextlib
 import io
 import tarfile
 import uuid
@@ -11,6 +12,7 @@ from docker_engine import busybox_image
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, SandboxSpec
+from driftgym.sandboxes.docker import AGENT_UID, Engine
 from driftgym.sandboxes.docker_provider import DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
 
@@ -46,6 +48,24 @@ async def test_commands_of_root_cannot_write_a_root_that_is_read_only(docker_pro
     assert (await box.exec("echo x >/work/x && cat /work/x")).stdout == "x\n"
 
 
+CLOSE_A_CONNECTION = """
+import socket
+with socket.create_server(("127.0.0.1", 8000)) as server, socket.create_connection(("127.0.0.1", 8000)):
+    server.accept()[0].close()
+"""
+TAKE_THE_PORT = "import socket; socket.socket().bind(('127.0.0.1', 8000))"
+
+
+@pytest.mark.parametrize("toolbox", ["python", "engine"])
+async def test_no_port_stays_taken_past_a_reset(docker_provider: DockerProvider, toolbox: str) -> None:
+    box = await docker_provider.start(SandboxSpec.model_validate({"toolbox": toolbox}), timeout_s=START_TIMEOUT_S)
+    assert (await box.exec(["python3", "-c", CLOSE_A_CONNECTION])).exit_code == 0
+    await box.reset()
+    taken = await box.exec(["python3", "-c", TAKE_THE_PORT])
+    assert (taken.exit_code, taken.stderr) == (0, "")
+    assert (await box.exec("wc -l </proc/net/tcp")).stdout.strip() == "1"
+
+
 async def test_box_without_network_learns_of_no_resolver(docker_provider: DockerProvider) -> None:
     box = await docker_provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
     told = (await box.exec("grep -v '^#' /etc/resolv.conf")).stdout
@@ -56,12 +76,11 @@ async def test_box_without_network_learns_of_no_resolver(docker_provider: Docker
     assert not lookup.timed_out
 
 
-@pytest_asyncio.fixture
-async def volume_image(docker_provider: DockerProvider) -> AsyncIterator[str]:
-    """An image that declares a volume with a file in it."""
-    engine = docker_provider.engine
-    name = f"driftgym/test-{uuid.uuid4().hex[:12]}:volume"
-    dockerfile = f"FROM {BASE_IMAGE}\nRUN mkdir -m 777 /data && touch /data/old\nVOLUME /data\n".encode()
+@contextlib.asynccontextmanager
+async def built_image(engine: Engine, rest: str) -> AsyncIterator[str]:
+    """The base image with what the `rest` of a Dockerfile does to it, by its name; removed at the end."""
+    name = f"driftgym/test-{uuid.uuid4().hex[:12]}:built"
+    dockerfile = f"FROM {BASE_IMAGE}\n{rest}\n".encode()
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as archive:
         entry = tarfile.TarInfo("Dockerfile")
@@ -73,6 +92,40 @@ async def volume_image(docker_provider: DockerProvider) -> AsyncIterator[str]:
     )
     yield name
     await engine.call(engine.api.remove_image, name)
+
+
+@pytest_asyncio.fixture
+async def volume_image(docker_provider: DockerProvider) -> AsyncIterator[str]:
+    """An image that declares a volume with a file in it."""
+    rest = "RUN mkdir -m 777 /data && touch /data/old\nVOLUME /data"
+    async with built_image(docker_provider.engine, rest) as name:
+        yield name
+
+
+@pytest_asyncio.fixture
+async def locked_image(docker_provider: DockerProvider) -> AsyncIterator[str]:
+    """An image whose folders for work have permissions of their own."""
+    rest = "RUN mkdir -p /work /data && chmod 500 /work /data && chmod 755 /tmp\nVOLUME /data"
+    async with built_image(docker_provider.engine, rest) as name:
+        yield name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run_as_root", [False, True])
+async def test_permissions_of_the_image_do_not_lock_the_folders_for_work(
+    docker_provider: DockerProvider, locked_image: str, run_as_root: bool
+) -> None:
+    spec = SandboxSpec(image=locked_image, run_as_root=run_as_root)
+    box = await docker_provider.start(spec, timeout_s=START_TIMEOUT_S)
+    look = "stat -c '%n %a %u' /work /tmp /data /dev/shm"
+    uid = 0 if run_as_root else AGENT_UID
+    expected = f"/work 755 {uid}\n/tmp 1777 0\n/data 755 {uid}\n/dev/shm 1777 0\n"
+    assert (await box.exec(look)).stdout == expected
+    for folder in ("/work", "/tmp", "/data"):
+        assert (await box.exec(f"echo x >{folder}/x && cat {folder}/x")).stdout == "x\n"
+    await box.reset()
+    assert (await box.exec(f"{look}; ls /work /tmp /data")).stdout == expected + "/data:\n\n/tmp:\n\n/work:\n"
+    await box.close()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
 from driftgym.sandboxes.engine_sandbox import EngineSandbox
+from driftgym.sandboxes.images import BASE_IMAGE
 
 pytestmark = pytest.mark.docker
 EMPTY_IMAGE = "driftgym/test:no-shell"
@@ -42,6 +43,18 @@ async def test_commands_have_no_rights_and_a_group_each(docker_provider: DockerP
         assert "\n99\n" in status
         groups.add(fields["Gid"])
     assert len(groups) == 2
+
+
+async def test_boxes_of_a_spec_are_made_of_one_image(docker_provider: DockerProvider, spec: SandboxSpec) -> None:
+    engine, name = docker_provider.engine, "driftgym/test:moving"
+    first, second = spec.image, BASE_IMAGE
+    try:
+        for image in (first, second):
+            await engine.call(engine.api.tag, image, "driftgym/test", "moving", force=True)
+            box = await start(docker_provider, spec, image=name, toolbox="engine")
+            assert (await box.exec(["/bin/busybox", "true"])).exit_code == 0
+    finally:
+        await engine.call(engine.api.remove_image, name)
 
 
 async def test_commands_cannot_end_the_main_process(docker_provider: DockerProvider, spec: SandboxSpec) -> None:

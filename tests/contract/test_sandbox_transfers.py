@@ -204,6 +204,20 @@ async def test_file_that_is_too_large_is_not_waited_for(real_box: Sandbox, tmp_p
     assert (await real_box.exec("echo on")).stdout == "on\n"
 
 
+async def test_upload_ends_by_its_deadline_also_while_it_reads(real_box: Sandbox, tmp_path: Path) -> None:
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(100 * MIB)
+    with pytest.raises(SandboxError, match=r"did not end within 0\.01 s"):
+        await real_box.upload(tmp_path, "here", timeout_s=0.01)
+    assert (await real_box.exec("echo on")).stdout == "on\n"
+
+
+async def test_folders_that_are_nested_too_deep_do_not_come_out(real_box: Sandbox, tmp_path: Path) -> None:
+    await real_box.exec("mkdir here; cd here; for i in $(seq 300); do mkdir d; cd d; done")
+    with pytest.raises(ValueError, match="deeper than 200"):
+        await real_box.download("here", tmp_path / "back")
+
+
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000], ids=["null", "surrogate", "long"])
 async def test_path_of_a_transfer_that_cannot_be(real_box: Sandbox, tmp_path: Path, path: str) -> None:
     with pytest.raises(FileNotFoundError):

@@ -1,6 +1,9 @@
 """A real SGLang server and the embedded one, on the same weights: exact tokens, log-probs and versions."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,7 +16,6 @@ from tiny_models import VOCAB_SIZE, save_tiny_models
 
 from driftgym.agents.generators.base import Generator
 from driftgym.agents.generators.http import EngineHttp, EngineRefusedError
-from driftgym.agents.generators.launch import GeneratorConfig, start_embedded
 from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.errors import ConfigError, GeneratorError
@@ -44,8 +46,8 @@ def literal_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory)
         yield server
 
 
-def client(server: SglangServer) -> SGLangGenerator:
-    return SGLangGenerator(server.url, incarnation=INCARNATION, max_concurrency=MAX_CONCURRENCY)
+def client(url: str) -> SGLangGenerator:
+    return SGLangGenerator(url, incarnation=INCARNATION, max_concurrency=MAX_CONCURRENCY)
 
 
 def update(models: list[Path], version: int, **options) -> WeightUpdate:
@@ -58,29 +60,35 @@ def update(models: list[Path], version: int, **options) -> WeightUpdate:
     )
 
 
-async def start(kind: str, models: list[Path]) -> SGLangGenerator:
-    config = GeneratorConfig(max_batch_size=MAX_CONCURRENCY, max_context_tokens=512)
-    return await start_embedded(
-        models[0], config, incarnation=INCARNATION, policy_version=0, timeout_s=90, close_timeout_s=10
-    )
+@pytest.fixture(scope="module")
+def embedded_url(models: list[Path]) -> Iterator[str]:
+    """An embedded server; it takes the weights of each test."""
+    options = [f"--max-batch-size={MAX_CONCURRENCY}", "--max-context-tokens=512", "--exit-with-stdin"]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "driftgym.agents.generators.embedded.server", str(models[0]), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.fixture(params=[SGLANG, "embedded"])
 async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
     """Each kind, with the weights of version 0."""
-    if request.param == "sglang":
-        made = client(request.getfixturevalue("sglang_server"))
+    is_real = request.param == "sglang"
+    url = request.getfixturevalue("sglang_server").url if is_real else request.getfixturevalue("embedded_url")
+    async with client(url) as made:
         await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
-    else:
-        made = await start("embedded", models)
-    async with made:
         yield made
 
 
 @pytest.fixture
 async def sglang(sglang_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
     """The real one, with the weights of version 0."""
-    async with client(sglang_server) as made:
+    async with client(sglang_server.url) as made:
         await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
         yield made
 
@@ -88,7 +96,7 @@ async def sglang(sglang_server: SglangServer, models: list[Path]) -> AsyncIterat
 @pytest.fixture
 async def literal(literal_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
     """The literal one, with the weights of version 0."""
-    async with client(literal_server) as made:
+    async with client(literal_server.url) as made:
         await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
         yield made
 
@@ -165,9 +173,11 @@ async def test_scores_are_those_that_the_trainer_finds(engine: SGLangGenerator, 
 async def test_an_update_in_the_middle_of_64_answers(engine: SGLangGenerator, models: list[Path]) -> None:
     """Every token has the version of the weights that wrote it, with a cache of theirs; none is lost."""
     asked = prompts(64, seed=3)
-    tasks = ask_all(engine, asked, name="fly", max_tokens=200)
+    await engine.pause()
+    tasks = ask_all(engine, asked, name="fly", max_tokens=400)
+    await asyncio.sleep(0.1)
+    await engine.resume()  # all at once, so that all run together
     await until_running(engine, 64)
-    await asyncio.sleep(0.3)
     for version in (1, 2):
         assert not any(task.done() for task in tasks)  # nothing was drained
         await engine.update_weights(update(models, version), mode="in_flight", timeout_s=60)
@@ -175,7 +185,7 @@ async def test_an_update_in_the_middle_of_64_answers(engine: SGLangGenerator, mo
     completions = await asyncio.gather(*tasks)
     worst = 0.0
     for prompt, completion in zip(asked, completions, strict=True):
-        assert (len(completion.token_ids), completion.finish_reason) == (200, "length")
+        assert (len(completion.token_ids), completion.finish_reason) == (400, "length")
         assert (np.diff(completion.policy_versions) >= 0).all()
         assert {0, 2} <= set(completion.policy_versions.tolist())
         assert completion.kv_min_policy_version is None
@@ -219,8 +229,9 @@ async def test_an_update_that_drains(engine: SGLangGenerator, models: list[Path]
 @pytest.mark.parametrize("kind", [SGLANG, "embedded"])
 async def test_an_update_that_keeps_the_cache(kind: str, models: list[Path], request: pytest.FixtureRequest) -> None:
     """Tokens after it rest on KV of older weights until the cache is dropped, and completions say so."""
-    engine = client(request.getfixturevalue("literal_server")) if kind == "sglang" else await start(kind, models)
-    async with engine:
+    is_real = kind == "sglang"
+    url = request.getfixturevalue("literal_server").url if is_real else request.getfixturevalue("embedded_url")
+    async with client(url) as engine:
         await engine.update_weights(update(models, 0), mode="drain", timeout_s=60)
         asked = prompts(8, seed=7)
         tasks = ask_all(engine, asked, name="kept", max_tokens=400)
@@ -366,7 +377,7 @@ async def test_the_wrong_form_of_an_update(sglang: SGLangGenerator, models: list
 @pytest.mark.sglang
 async def test_a_server_that_dies(literal_server: SglangServer, models: list[Path]) -> None:
     """All that is under way fails at once. The last test of this server."""
-    async with client(literal_server) as generator:
+    async with client(literal_server.url) as generator:
         await generator.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
         tasks = ask_all(generator, prompts(20, seed=9), name="lost", max_tokens=450, timeout_s=3600)
         await until_running(generator, 20)

@@ -138,7 +138,7 @@ def play(agent: RawAgent, slots: EnvSlots) -> "asyncio.Task[TrajectoryGroup]":
             group_size=NUM_EPISODES,
             agent=agent,
             slots=slots,
-            limits=Limits(),
+            limits=Limits(generation_s=300.0),
             config=RolloutConfig(max_turns=NUM_TURNS, max_attempts=1),
             min_policy_version=4,
         )
@@ -162,7 +162,7 @@ async def test_servers_are_killed_and_added_under_200_episodes(tmp_path: Path) -
         engines,
         policy_version=4,
         chunk_tokens=CHUNK_TOKENS,
-        watch=WatchOptions(interval_s=1.0),
+        watch=WatchOptions(interval_s=1.0, timeout_s=30.0),  # who was killed refuses at once; who is slow is well
         on_event=lambda event, _: events.append(event),
     )
     slots = EnvSlots(WaitingEnv, num_slots=NUM_EPISODES)

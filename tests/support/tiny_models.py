@@ -1,19 +1,24 @@
 """Tiny random models whose distributions are far from even, one folder for each version of the weights."""
 
+import json
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 100
 
 
-def save_tiny_models(root: Path, *, count: int = 3) -> list[Path]:
+def save_tiny_models(root: Path, *, count: int = 3, **shape: int) -> list[Path]:
     """Folders of one model's shape; the place in the list is the version."""
-    return [save_tiny_model(root / str(version), seed=version) for version in range(count)]
+    return [save_tiny_model(root / str(version), seed=version, **shape) for version in range(count)]
 
 
-def save_tiny_model(folder: Path, *, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
+def save_tiny_model(
+    folder: Path, *, seed: int, vocab_size: int = VOCAB_SIZE, head_dim: int = 16, is_tied: bool = True
+) -> Path:
     """Writes a model with random weights; returns the folder."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -23,10 +28,18 @@ def save_tiny_model(folder: Path, *, seed: int, vocab_size: int = VOCAB_SIZE) ->
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
         initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """Adds a tokenizer of one word for each id, for servers that do not start without."""
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

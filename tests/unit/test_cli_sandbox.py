@@ -1,10 +1,16 @@
 """The commands of `driftgym sandbox` where no engine answers, and on bad input: one line, and an exit code."""
 
+import http.server
+import json
+import socketserver
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from driftgym.cli import main
+from driftgym.sandboxes.reaper import OWNER_LABEL, own_host
 
 COMMANDS = ("build", "list", "reap", "bench")
 
@@ -63,6 +69,54 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert f"Example: driftgym sandbox {command}" in printed
     assert "--json" in printed
+
+
+class StubbornEngine(http.server.BaseHTTPRequestHandler):
+    """An engine that has a box of a dead owner, and cannot remove it."""
+
+    owner = ""
+
+    def address_string(self) -> str:
+        """A unix socket has none."""
+        return "test"
+
+    def log_message(self, format: str, *words: object) -> None:
+        """Says nothing."""
+
+    def answer(self, value: object, *, status: int = 200) -> None:
+        """Answers with JSON."""
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def do_GET(self) -> None:
+        """The version, or the list of boxes."""
+        box = {"Id": "1f" * 32, "State": "running", "Created": 0, "Labels": {OWNER_LABEL: self.owner}}
+        self.answer({"ApiVersion": "1.41"} if "version" in self.path else [box])
+
+    def do_DELETE(self) -> None:
+        """Refuses."""
+        self.answer({"message": "device or resource busy"}, status=500)
+
+
+def test_a_box_that_cannot_be_removed_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    engine = type("Engine", (StubbornEngine,), {"owner": f"{own_host()}:{dead.pid}:1"})
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'engine.sock'}")
+    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "engine.sock"), engine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert run("reap", "--json") == 1
+        finally:
+            server.shutdown()
+            thread.join()
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"num_removed": 0, "num_left": 1}
+    assert "1 are still there (1f1f1f1f1f1f): try again" in printed.err
 
 
 def test_an_engine_that_is_not_on_a_socket_is_told(

@@ -8,24 +8,29 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from driftgym.agents.generators.embedded.cache import Rows
-from driftgym.agents.generators.embedded.model import ModelRunner, WeightsRefusedError
+from driftgym.agents.generators.embedded.model import ModelRunner
 from driftgym.agents.generators.embedded.prefill import prefill_groups, should_defer, unread_tokens
-from driftgym.agents.generators.embedded.requests import Answer, Request, version_spans
+from driftgym.agents.generators.embedded.requests import (
+    ABORTED,
+    NOT_FINITE,
+    Answer,
+    Request,
+    ScoreAnswer,
+)
 from driftgym.agents.generators.embedded.sampling import draw_tokens, uniforms
+from driftgym.agents.generators.embedded.scoring import Scorer
 from driftgym.agents.generators.embedded.slots import SlotTable
+from driftgym.agents.generators.embedded.weights import ModelWeights, NewWeights, WeightsRefusedError
+from driftgym.agents.generators.traffic import Stopwatch
 from driftgym.types import FinishReason, Int32Array, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
-
-_ABORTED = "aborted"
-_NOT_FINITE = "the logits are not finite"
 
 
 class Engine:
@@ -50,15 +55,15 @@ class Engine:
         self._slots = SlotTable(runner.cache, num_slots=max_batch_size, max_length=max_context_tokens)
         self._waiting: deque[Request] = deque()
         self._request_ids: set[str] = set()
-        self._versions = [weight_version]
+        self.weights = ModelWeights(runner.model, version=weight_version)
+        self._scorer = Scorer(runner, self._slots, self.weights, max_prefill_tokens=max_prefill_tokens)
         self._max_prefill_tokens = max_prefill_tokens
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
+        self._busy = Stopwatch()
 
     @property
     def version(self) -> str:
         """The name of the weights that the engine has."""
-        return self._versions[-1]
+        return self.weights.version
 
     @property
     def num_running(self) -> int:
@@ -67,8 +72,8 @@ class Engine:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for one."""
-        return len(self._waiting)
+        """Requests that wait for one, those included that ask for the log-probs of given tokens."""
+        return len(self._waiting) + self._scorer.num_queued
 
     @property
     def has_work(self) -> bool:
@@ -78,8 +83,7 @@ class Engine:
     @property
     def busy_s(self) -> float:
         """Seconds in which at least one request had a slot and was not paused."""
-        running = time.monotonic() - self._busy_since if self._busy_since is not None else 0.0
-        return self._busy_s + running
+        return self._busy.seconds
 
     def submit(
         self, request_id: str, prompt_ids: Int32Array, sampling: SamplingParams, on_finished: Callable[[Answer], None]
@@ -89,10 +93,9 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, does not fit, or has unknown ids; or the request id is in use.
         """
-        self._check(request_id, prompt_ids, sampling)
+        self._enter(request_id, prompt_ids, max_tokens=sampling.max_tokens)
         now = time.monotonic()
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
-        self._request_ids.add(request_id)
         self._waiting.append(
             Request(
                 request_id=request_id,
@@ -105,25 +108,37 @@ class Engine:
             )
         )
 
-    def _check(self, request_id: str, prompt_ids: Int32Array, sampling: SamplingParams) -> None:
+    def score(
+        self, request_id: str, token_ids: Int32Array, *, start: int, on_finished: Callable[[ScoreAnswer], None]
+    ) -> None:
+        """Queues given tokens, of which those after token `start` are scored; otherwise as `submit`.
+
+        Raises:
+            ValueError: as `submit`; or nothing is to be scored.
+        """
+        if not 0 <= start <= len(token_ids) - 2:
+            raise ValueError(f"of a prompt of {len(token_ids)} tokens none is scored after token {start}")
+        self._enter(request_id, token_ids, max_tokens=0)
+
+        def finished(answer: ScoreAnswer) -> None:
+            self._request_ids.discard(request_id)
+            on_finished(answer)
+
+        self._scorer.submit(request_id, token_ids, start=start, on_finished=finished)
+
+    def _enter(self, request_id: str, prompt_ids: Int32Array, *, max_tokens: int) -> None:
         if request_id in self._request_ids:
             raise ValueError(f"request id {request_id!r} is in use")
-        if len(prompt_ids) == 0:
-            raise ValueError("the prompt is empty")
-        if (needed := len(prompt_ids) + sampling.max_tokens) > self.max_context_tokens:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_tokens} are {needed} tokens, "
-                f"the context holds {self.max_context_tokens}"
-            )
-        if prompt_ids.min() < 0 or prompt_ids.max() >= self.vocab_size:
-            raise ValueError(f"the prompt has ids outside of the vocabulary of {self.vocab_size}")
+        _check(prompt_ids, max_tokens=max_tokens, vocab_size=self.vocab_size, max_context=self.max_context_tokens)
+        self._request_ids.add(request_id)
 
     def step(self) -> None:
-        """Reads the prompts that have a slot free, then samples one token for every running request."""
+        """Scores what waits for it, reads the prompts that have a slot free, samples a token for all that run."""
         if not self.has_work:
             return
-        if self._busy_since is None:
-            self._busy_since = time.monotonic()
+        self._busy.run(True)
+        if self.accepts_waiting and self._scorer.num_queued:
+            self._scorer.step()
         if self.accepts_waiting and self._waiting and self.num_running < self._slots.num_slots:
             self._admit()
         if self.num_running:
@@ -132,19 +147,19 @@ class Engine:
         self._note_busy()
 
     def _note_busy(self) -> None:
-        if self._busy_since is not None and (self.is_paused or self.num_running == 0):
-            self._busy_s, self._busy_since = self.busy_s, None
+        self._busy.run(self.num_running > 0 and not self.is_paused)
 
     def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all, with what they have; unknown ids are those of requests that have ended."""
         for row in range(self.num_running - 1, -1, -1):
             request = self._slots.requests[row]
             if request is not None and request_id in (None, request.request_id):
-                self._end(self._slots.release(row), "abort", message=_ABORTED)
+                self._end(self._slots.release(row), "abort", message=ABORTED)
+        self._scorer.abort(request_id)
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request_id in (None, request.request_id):
-                self._end(request, "abort", message=_ABORTED)
+                self._end(request, "abort", message=ABORTED)
             else:
                 self._waiting.append(request)
         self._note_busy()
@@ -180,8 +195,8 @@ class Engine:
         for request in self._slots.active_requests():
             request.stop_waiting(now)
 
-    def update_weights(self, folder: Path, *, version: str, flush_cache: bool) -> None:
-        """Takes the weights in `folder`, whole or not at all; tokens sampled from now on are of `version`.
+    def update_weights(self, new: NewWeights, *, flush_cache: bool) -> None:
+        """Takes weights that were read, whole or not at all; tokens sampled from now on are of their version.
 
         With `flush_cache` no request may be running: what the slots keep is forgotten. Without, running requests and
         later prompts go on with KV of older weights, and their answers say so.
@@ -191,10 +206,9 @@ class Engine:
         """
         if flush_cache and self.num_running:
             raise WeightsRefusedError("the cache cannot be flushed while requests hold KV: pause with mode retract")
-        self._runner.load_weights(folder)
+        self.weights.take(new)
         if flush_cache:
             self._slots.drop_kv()
-        self._versions.append(version)
 
     def _admit(self) -> None:
         """Gives slots to waiting requests, oldest first, and samples the first token of each.
@@ -211,7 +225,7 @@ class Engine:
             if should_defer(self._slots, sequence, first=first):
                 deferred.append(request)
                 continue
-            row = self._slots.place(request, sequence, epoch=len(self._versions) - 1)
+            row = self._slots.place(request, sequence, epoch=self.weights.epoch)
             num_cached = int(self._slots.state["kv_length"][row])
             budget -= len(sequence) - num_cached
             request.stop_waiting(time.monotonic())
@@ -231,13 +245,13 @@ class Engine:
         logits = self._runner.forward(token_ids, positions, rows=rows, kv_length=int(positions.max()) + 1)
         state = self._slots.state[rows]
         drawn = draw_tokens(
-            logits,
+            logits[:, -1],
             temperatures=state["temperature"],
             top_ps=state["top_p"],
             draws=uniforms(state["seed"], state["length"] - state["num_prompt"]),
         )
         self.num_sampled_tokens += len(drawn.token_ids)
-        return self._slots.append(rows, drawn.token_ids, drawn.logprobs, epoch=len(self._versions) - 1)
+        return self._slots.append(rows, drawn.token_ids, drawn.logprobs, epoch=self.weights.epoch)
 
     def _finish(self, rows: NDArray[np.int64]) -> None:
         # From the last row down: releasing one moves the last active row into its place.
@@ -246,7 +260,7 @@ class Engine:
             matched = self._slots.matched_stop(row)
             # `length` was not moved on when the token was refused.
             if state["length"] == state["kv_length"]:
-                self._end(self._slots.release(row), "abort", message=_NOT_FINITE)
+                self._end(self._slots.release(row), "abort", message=NOT_FINITE)
                 self._slots.wipe(self.num_running)
             elif matched is not None:
                 self._end(self._slots.release(row), "stop", matched=matched)
@@ -259,21 +273,24 @@ class Engine:
         now = time.monotonic()
         request.stop_waiting(now)
         self._request_ids.discard(request.request_id)
-        stale = request.stale_kv_epoch
-        answer = Answer(
-            request_id=request.request_id,
-            token_ids=request.token_ids,
-            logprobs=request.logprobs,
-            spans=version_spans(request.epochs, self._versions),
-            finish_reason=reason,
-            matched=matched,
-            message=message,
-            is_failure=message == _NOT_FINITE,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_cached_tokens=request.num_cached_tokens or 0,
-            queue_s=request.queue_s,
-            latency_s=now - request.arrived_at,
-            version=self.version,
-            kv_min_version=None if stale is None else self._versions[stale],
+        request.on_finished(
+            request.answer(
+                reason,
+                matched=matched,
+                message=message,
+                versions=self.weights.versions,
+                now=now,
+            )
         )
-        request.on_finished(answer)
+
+
+def _check(prompt_ids: Int32Array, *, max_tokens: int, vocab_size: int, max_context: int) -> None:
+    if len(prompt_ids) == 0:
+        raise ValueError("the prompt is empty")
+    if (needed := len(prompt_ids) + max_tokens) > max_context:
+        raise ValueError(
+            f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {max_tokens} are {needed} tokens, "
+            f"the context holds {max_context}"
+        )
+    if prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
+        raise ValueError(f"the prompt has ids outside of the vocabulary of {vocab_size}")

@@ -5,13 +5,17 @@ an update wake it. A step is never interrupted, so what happens between two step
 """
 
 import asyncio
-from pathlib import Path
+from collections.abc import Callable
+from typing import TypeVar
 
 from driftgym.agents.generators.embedded.engine import Engine, PauseMode
-from driftgym.agents.generators.embedded.requests import Answer
+from driftgym.agents.generators.embedded.requests import Answer, ScoreAnswer, WeightsOrder
 from driftgym.types import Int32Array, SamplingParams
 
 _TURNS_PER_STEP = 3  # of the asyncio loop: a request passes through several before it is submitted
+
+
+_Reply = TypeVar("_Reply", Answer, ScoreAnswer)
 
 
 class EngineLoop:
@@ -43,13 +47,25 @@ class EngineLoop:
         Raises:
             ValueError: as `Engine.submit`.
         """
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        return await self._reply(
+            request_id, lambda deliver: self.engine.submit(request_id, input_ids, sampling, deliver)
+        )
 
-        def deliver(answer: Answer) -> None:
+    async def score(self, request_id: str, input_ids: Int32Array, *, start: int) -> ScoreAnswer:
+        """As `generate`, of `Engine.score`."""
+        return await self._reply(
+            request_id,
+            lambda deliver: self.engine.score(request_id, input_ids, start=start, on_finished=deliver),
+        )
+
+    async def _reply(self, request_id: str, submit: Callable[[Callable[[_Reply], None]], None]) -> _Reply:
+        future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+
+        def deliver(answer: _Reply) -> None:
             if not future.done():
                 future.set_result(answer)
 
-        self.engine.submit(request_id, input_ids, sampling, deliver)
+        submit(deliver)
         self._wake.set()
         try:
             return await future
@@ -72,19 +88,22 @@ class EngineLoop:
         self.engine.resume()
         self._wake.set()
 
-    async def update_weights(self, folder: Path, *, version: str, flush_cache: bool) -> None:
+    async def update_weights(self, order: WeightsOrder, *, flush_cache: bool) -> None:
         """Takes new weights: at once when paused, else after the running requests have ended, while new ones wait.
+        They are read before that, aside.
 
         Raises:
             WeightsRefusedError: nothing was changed.
         """
         async with self._updating:
+            self.engine.weights.check(order)
+            new = await asyncio.to_thread(self.engine.weights.read, order)
             self.engine.accepts_waiting = False
             try:
                 while self.engine.num_running and not self.engine.is_paused:
                     self._none_running.clear()
                     await self._none_running.wait()
-                self.engine.update_weights(folder, version=version, flush_cache=flush_cache)
+                self.engine.update_weights(new, flush_cache=flush_cache)
             finally:
                 self.engine.accepts_waiting = True
                 self._wake.set()

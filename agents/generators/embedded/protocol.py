@@ -7,9 +7,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from driftgym.agents.generators.embedded.requests import Answer
+from driftgym.agents.generators.embedded.requests import Answer, ScoreAnswer, WeightsOrder
 from driftgym.types import Int32Array, SamplingParams, int32_array
 
 _MAX_ID = 2**31 - 1
@@ -38,7 +39,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
-    """A request for one completion.
+    """A request for one completion, or for the log-probs of the prompt.
 
     >>> request = parse_generate({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "rid": "r"})
     >>> request.sampling.max_tokens
@@ -51,6 +52,8 @@ class GenerateRequest:
     """[P] the prompt."""
     sampling: SamplingParams
     """How tokens are drawn."""
+    score_start: int | None
+    """None samples a completion; else nothing is sampled, and the prompt's tokens after this one are scored."""
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
@@ -74,13 +77,48 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
     if request_id is not None and not isinstance(request_id, str):
         raise BadRequestError("rid: must be a string (one request a call)")
     ids = body.get("input_ids")
+    params = body.get("sampling_params") or {}
     if not isinstance(ids, list) or not ids:
         raise BadRequestError("input_ids: must be a list of at least one token id")
     return GenerateRequest(
         request_id=request_id,
         input_ids=_ids("input_ids", ids),
-        sampling=_parse_sampling(body.get("sampling_params") or {}),
+        sampling=_parse_sampling(params),
+        score_start=_parse_score_start(body, params),
     )
+
+
+def _parse_score_start(body: Mapping[str, Any], params: Mapping[str, Any]) -> int | None:
+    start = body.get("logprob_start_len")
+    scores = params.get("max_new_tokens") == 0
+    if start is not None and type(start) is not int:
+        raise BadRequestError("logprob_start_len: must be a whole number")
+    if not scores:
+        if start not in (None, -1):
+            raise BadRequestError("logprob_start_len: the prompt is scored with max_new_tokens 0 alone")
+        return None
+    if not body.get("return_logprob") or start is None or not 0 <= start <= len(body["input_ids"]) - 2:
+        raise BadRequestError(
+            "with max_new_tokens 0 give return_logprob, and logprob_start_len from 0 to the prompt's length - 2: "
+            "log-probs of the prompt are all that there is to answer"
+        )
+    return start
+
+
+def parse_weights(body: Mapping[str, Any]) -> tuple[WeightsOrder, bool]:
+    """The weights that `body` asks for, and whether the cache is flushed. Raises BadRequestError."""
+    path, version, flush_cache = body.get("model_path"), body.get("weight_version"), body.get("flush_cache", True)
+    if not isinstance(path, str) or not isinstance(version, str) or not isinstance(flush_cache, bool):
+        raise BadRequestError("give model_path and weight_version (strings), and flush_cache (bool)")
+    kind, base, checksum = body.get("kind", "full"), body.get("base_weight_version"), body.get("checksum")
+    if kind not in ("full", "delta", "lora"):
+        raise BadRequestError("kind: one of full, delta, lora")
+    if not isinstance(checksum, str | None):
+        raise BadRequestError("checksum: must be a string")
+    if (kind == "full") != (base is None) or not isinstance(base, str | None):
+        raise BadRequestError("base_weight_version: give it (a string) exactly when kind is delta or lora")
+    order = WeightsOrder(folder=Path(path), version=version, kind=kind, base_version=base, checksum=checksum)
+    return order, flush_cache
 
 
 def _parse_sampling(params: Any) -> SamplingParams:
@@ -96,13 +134,13 @@ def _parse_sampling(params: Any) -> SamplingParams:
     if seed is not None and type(seed) is not int:
         raise BadRequestError("sampling_params.sampling_seed: must be a whole number")
     max_tokens = params.get("max_new_tokens", 128)
-    if type(max_tokens) is not int or not 1 <= max_tokens <= _MAX_ID:
-        raise BadRequestError("sampling_params.max_new_tokens: must be a whole number of at least 1")
+    if type(max_tokens) is not int or not 0 <= max_tokens <= _MAX_ID:
+        raise BadRequestError("sampling_params.max_new_tokens: must be a whole number, at least 0")
     try:
         return SamplingParams(
             temperature=_number("temperature", params),
             top_p=_number("top_p", params),
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # 0 samples nothing: see `score_start`
             stop_token_ids=tuple(_ids("sampling_params.stop_token_ids", stops).tolist()),
             seed=seed,
         )
@@ -133,7 +171,7 @@ def format_answer(answer: Answer) -> dict[str, Any]:
     elif answer.finish_reason == "length":
         finish["length"] = len(answer.token_ids)
     else:
-        finish |= {"message": answer.message, "err_type": "EngineFailure" if answer.is_failure else None}
+        finish |= _cut_short(answer)
     token_ids = answer.token_ids.tolist()
     return {
         "output_ids": token_ids,
@@ -155,3 +193,32 @@ def format_answer(answer: Answer) -> dict[str, Any]:
             "queue_time": answer.queue_s,
         },
     }
+
+
+def format_scores(answer: ScoreAnswer) -> dict[str, Any]:
+    """The reply to `/generate` that samples nothing: token `start` without a log-prob, then each token with its own."""
+    logprobs = None if answer.logprobs is None else [None, *answer.logprobs.tolist()]
+    token_ids = answer.token_ids[answer.start :].tolist()
+    is_done = logprobs is not None
+    return {
+        "output_ids": [],
+        "meta_info": {
+            "id": answer.request_id,
+            "finish_reason": {"type": "length", "length": 0} if is_done else {"type": "abort", **_cut_short(answer)},
+            "prompt_tokens": len(answer.token_ids),
+            "completion_tokens": 0,
+            "cached_tokens": answer.num_cached_tokens,
+            "weight_version": answer.version,
+            "weight_versions": [],
+            "kv_min_version": None,
+            "input_token_logprobs": [
+                [logprob, token_id, None] for logprob, token_id in zip(logprobs or [], token_ids, strict=is_done)
+            ],
+            "output_token_logprobs": [],
+            "e2e_latency": answer.latency_s,
+        },
+    }
+
+
+def _cut_short(answer: Answer | ScoreAnswer) -> dict[str, Any]:
+    return {"message": answer.message, "err_type": "EngineFailure" if answer.is_failure else None}

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from driftgym.types import FinishReason, Float32Array, Int32Array, SamplingParams
+from driftgym.types import FinishReason, Float32Array, Int32Array, SamplingParams, WeightKind
+
+ABORTED = "aborted"
+"""The message of a request that somebody ended."""
+NOT_FINITE = "the logits are not finite"
+"""The message of a request that these weights cannot serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +113,34 @@ class Request:
         """[P + L] the tokens whose KV the request needs."""
         return np.concatenate([self.prompt_ids, self.token_ids])
 
+    def answer(
+        self,
+        reason: FinishReason,
+        *,
+        matched: int | None,
+        message: str | None,
+        versions: Sequence[str],
+        now: float,
+    ) -> Answer:
+        """What became of it. `versions`: the names of the weights by epoch; `now`: on `time.monotonic()`."""
+        stale = self.stale_kv_epoch
+        return Answer(
+            request_id=self.request_id,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            spans=version_spans(self.epochs, versions),
+            finish_reason=reason,
+            matched=matched,
+            message=message,
+            is_failure=message == NOT_FINITE,
+            num_prompt_tokens=len(self.prompt_ids),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            queue_s=self.queue_s,
+            latency_s=now - self.arrived_at,
+            version=versions[-1],
+            kv_min_version=None if stale is None else versions[stale],
+        )
+
     def keep(self, token_ids: Int32Array, logprobs: Float32Array, epochs: Int32Array, kv_epoch: int) -> None:
         """Takes what was sampled so far out of a slot whose oldest KV is of `kv_epoch`."""
         self.token_ids, self.logprobs, self.epochs = token_ids, logprobs, epochs
@@ -123,6 +157,78 @@ class Request:
         if self.waiting_since is not None:
             self.queue_s += now - self.waiting_since
         self.waiting_since = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """Given tokens whose log-probs are asked for.
+
+    >>> ScoreRequest(request_id="s", token_ids=np.array([1, 2, 3], np.int32), start=0, on_finished=print,
+    ...              arrived_at=0.0).start
+    0
+    """
+
+    request_id: str
+    """Unique among the requests that the engine has."""
+    token_ids: Int32Array
+    """[L] the whole sequence, at least two tokens."""
+    start: int
+    """The tokens after this one are scored; at most L - 2."""
+    on_finished: "Callable[[ScoreAnswer], None]"
+    """Called once, by the engine's thread."""
+    arrived_at: float
+    """`time.monotonic()` at its arrival."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreAnswer:
+    """What became of a `ScoreRequest`.
+
+    >>> ScoreAnswer(request_id="s", token_ids=np.array([1, 2, 3], np.int32), start=1,
+    ...             logprobs=np.array([-0.5], np.float32), message=None, is_failure=False, num_cached_tokens=0,
+    ...             latency_s=0.1, version="1:0").logprobs.tolist()
+    [-0.5]
+    """
+
+    request_id: str
+    """The request that it answers."""
+    token_ids: Int32Array
+    """[L] the whole sequence."""
+    start: int
+    """The tokens after this one are scored."""
+    logprobs: Float32Array | None
+    """[L - start - 1] of each scored token, given all before it, at temperature 1; None when it came to nothing."""
+    message: str | None
+    """Why it came to nothing."""
+    is_failure: bool
+    """True when it was the engine itself that could not."""
+    num_cached_tokens: int
+    """Tokens whose KV was there."""
+    latency_s: float
+    """Seconds from the request's arrival to its end."""
+    version: str
+    """The weights that scored them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOrder:
+    """Which weights an engine is to take.
+
+    >>> WeightsOrder(folder=Path("weights/1-4"), version="1:4").kind
+    'full'
+    """
+
+    folder: Path
+    """Where they are."""
+    version: str
+    """Their name."""
+    kind: WeightKind = "full"
+    """`full`: every tensor of the model. `delta`: those that differ from `base_version`. `lora`: a peft adapter, put
+    on the full weights `base_version` in the place of any adapter before."""
+    base_version: str | None = None
+    """What they are put on; None for `full`."""
+    checksum: str | None = None
+    """`sha256:` and the digest of the one weights file; None when it is not to be checked."""
 
 
 def version_spans(epochs: NDArray[np.int32], versions: Sequence[str]) -> tuple[VersionSpan, ...]:

@@ -5,6 +5,7 @@ Shapes: n rows of a pass, Q tokens a row, V vocabulary.
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ import torch
 from driftgym.agents.generators.embedded.cache import Rows
 from driftgym.agents.generators.embedded.model import ModelRunner
 from driftgym.agents.generators.embedded.prefill import prefill_groups, unread_tokens
-from driftgym.agents.generators.embedded.requests import ScoreAnswer, ScoreRequest
+from driftgym.agents.generators.embedded.requests import ABORTED, NOT_FINITE, ScoreAnswer, ScoreRequest
 from driftgym.agents.generators.embedded.slots import SlotTable
 from driftgym.agents.generators.embedded.weights import ModelWeights
+from driftgym.types import Int32Array
 
 _MAX_LOGITS = 2**26  # of one pass: V can be a hundred times what a token needs elsewhere
 
@@ -41,16 +43,26 @@ class Scorer:
         """Sequences that were not scored yet."""
         return len(self._waiting)
 
-    def submit(self, request: ScoreRequest) -> None:
-        """Queues a sequence that fits a slot; its `on_finished` is called once, from within `step` or `abort`."""
-        self._waiting.append(request)
+    def submit(
+        self, request_id: str, token_ids: Int32Array, *, start: int, on_finished: Callable[[ScoreAnswer], None]
+    ) -> None:
+        """Queues a sequence that fits a slot; `on_finished` is called once, from within `step` or `abort`."""
+        self._waiting.append(
+            ScoreRequest(
+                request_id=request_id,
+                token_ids=token_ids,
+                start=start,
+                on_finished=on_finished,
+                arrived_at=time.monotonic(),
+            )
+        )
 
     def abort(self, request_id: str | None) -> None:
         """Ends one, or all, unscored."""
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request_id in (None, request.request_id):
-                self._end(request, num_cached=0, logprobs=None, message="aborted")
+                self._end(request, num_cached=0, logprobs=None, message=ABORTED)
             else:
                 self._waiting.append(request)
 
@@ -125,7 +137,7 @@ class Scorer:
                 token_ids=request.token_ids,
                 start=request.start,
                 logprobs=None if is_failure else logprobs,
-                message="the logits are not finite" if is_failure else message,
+                message=NOT_FINITE if is_failure else message,
                 is_failure=is_failure,
                 num_cached_tokens=num_cached,
                 latency_s=time.monotonic() - request.arrived_at,

@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from aiohttp import web
 from driftgym.agents.generators.embedded import protocol
 from driftgym.agents.generators.embedded.engine import Engine
 from driftgym.agents.generators.embedded.loop import EngineLoop
-from driftgym.agents.generators.embedded.model import ModelRunner, WeightsRefusedError, load_model
+from driftgym.agents.generators.embedded.model import ModelRunner, load_model
+from driftgym.agents.generators.embedded.weights import WeightsRefusedError, kinds_of_weights
 from driftgym.errors import ConfigError
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -60,10 +60,13 @@ class GeneratorServer:
         wanted = protocol.parse_generate(protocol.parse_body(await request.read()))
         request_id = wanted.request_id or uuid.uuid4().hex
         try:
-            answer = await self._loop.generate(request_id, wanted.input_ids, wanted.sampling)
+            if wanted.score_start is None:
+                answer = await self._loop.generate(request_id, wanted.input_ids, wanted.sampling)
+                return _json(protocol.format_answer(answer))
+            scores = await self._loop.score(request_id, wanted.input_ids, start=wanted.score_start)
+            return _json(protocol.format_scores(scores))
         except ValueError as error:
             raise protocol.BadRequestError(str(error)) from None
-        return _json(protocol.format_answer(answer))
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = protocol.parse_body(await request.read())
@@ -89,15 +92,12 @@ class GeneratorServer:
         return _json({"status": "ok", "message": "Generation continued successfully."})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        body = protocol.parse_body(await request.read())
-        path, version, flush_cache = body.get("model_path"), body.get("weight_version"), body.get("flush_cache", True)
-        if not isinstance(path, str) or not isinstance(version, str) or not isinstance(flush_cache, bool):
-            raise protocol.BadRequestError("give model_path and weight_version (strings), and flush_cache (bool)")
+        order, flush_cache = protocol.parse_weights(protocol.parse_body(await request.read()))
         try:
-            await self._loop.update_weights(Path(path), version=version, flush_cache=flush_cache)
+            await self._loop.update_weights(order, flush_cache=flush_cache)
         except WeightsRefusedError as error:
             return _json({"success": False, "message": str(error)}, status=400)
-        return _json({"success": True, "message": f"Weight version updated to {version}."})
+        return _json({"success": True, "message": f"Weight version updated to {order.version}."})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -107,6 +107,8 @@ class GeneratorServer:
             {
                 "model_path": self._model_path,
                 "weight_version": self._engine.version,
+                "base_weight_version": self._engine.weights.base_version,
+                "weight_kinds": kinds_of_weights(),
                 "max_context_tokens": self._engine.max_context_tokens,
                 "vocab_size": self._engine.vocab_size,
             }

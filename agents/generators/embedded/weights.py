@@ -3,11 +3,11 @@
 Shapes: r the rank of an adapter.
 """
 
-import contextlib
+import collections
 import hashlib
 import importlib.util
-import io
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from driftgym.agents.generators.embedded.requests import WeightsOrder
 
 _ADAPTER = "default"
 _ADAPTER_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTS = re.compile(r"\.(lora_(?:embedding_)?[AB])\b")
 
 
 class WeightsRefusedError(Exception):
@@ -91,7 +93,11 @@ class ModelWeights:
                 unknown, or a shape is another; an adapter is of a kind that is not merged here.
         """
         own = self._model.state_dict(keep_vars=True)
-        tensors = self._adapter_sums(order) if order.kind == "lora" else _read_tensors(order)
+        if order.kind == "lora":
+            tensors = self._adapter_sums(order)
+            _check_not_shared(own, tensors, order.folder)
+        else:
+            tensors = _read_tensors(order)
         _check_names(own, tensors, order)
         return NewWeights(order=order, tensors=tensors)
 
@@ -117,8 +123,9 @@ class ModelWeights:
         for name in self._base.keys() - sums.keys():
             own[name].copy_(self._base[name])
         for name, added in sums.items():
-            base = self._base.setdefault(name, own[name].detach().clone())
-            own[name].copy_(base + added.to(base))
+            if name not in self._base:
+                self._base[name] = own[name].detach().clone()
+            own[name].copy_(self._base[name] + added.to(self._base[name]))
 
     @torch.no_grad()
     def _adapter_sums(self, order: WeightsOrder) -> dict[str, torch.Tensor]:
@@ -132,18 +139,21 @@ class ModelWeights:
         tensors = _read_tensors(order, file_name=_ADAPTER_FILE)
         try:
             # A likeness without memory: the model itself is never touched, so that it can go on decoding.
-            with torch.device("meta"), contextlib.redirect_stdout(io.StringIO()):
+            with torch.device("meta"):
                 skeleton = type(self._model)(self._model.config)
             config = peft.PeftConfig.from_pretrained(os.fspath(order.folder))
             _check_adapter(config, order.folder)
             skeleton = peft.inject_adapter_in_model(config, skeleton, _ADAPTER, low_cpu_mem_usage=True)
-            loaded = peft.set_peft_model_state_dict(skeleton, tensors, _ADAPTER, low_cpu_mem_usage=True)
+            # peft's own loading would leave the tensors where the likeness is: without memory.
+            loaded = skeleton.load_state_dict(_with_adapter_names(tensors), strict=False, assign=True)
         except WeightsRefusedError:
             raise
         except Exception as error:  # peft has many; whatever it raises, the folder is what is wrong
             raise WeightsRefusedError(f"{order.folder}: no adapter for this model: {_first_line(error)}") from error
         if loaded.unexpected_keys:
             raise WeightsRefusedError(f"{order.folder}: unknown tensors, the first is {loaded.unexpected_keys[0]}")
+        if missing := [name for name in loaded.missing_keys if ".lora_" in name]:
+            raise WeightsRefusedError(f"{order.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
         return _sums(skeleton, order.folder)
 
 
@@ -164,19 +174,29 @@ def _check_adapter(config: Any, folder: Path) -> None:
         raise WeightsRefusedError(f"{folder}: adapter_config.json sets bias {config.bias!r}, which is not merged here")
 
 
+def _with_adapter_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names as peft writes them become those of a model with one adapter in it."""
+    return {_PARTS.sub(rf".\1.{_ADAPTER}", name.removeprefix(_PREFIX)): each for name, each in tensors.items()}
+
+
 def _sums(skeleton: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Name of the weight to what its adapter adds. Raises WeightsRefusedError where the folder has only a part."""
+    """Name of the weight to what its adapter adds. Raises WeightsRefusedError for a variant of LoRA."""
     sums: dict[str, torch.Tensor] = {}
     for name, module in skeleton.named_modules():
         if not hasattr(module, "get_delta_weight"):
             continue
         if getattr(module, "lora_variant", None):
             raise WeightsRefusedError(f"{folder}: {name}: a variant of LoRA, which is not merged here")
-        added = module.get_delta_weight(_ADAPTER)
-        if added.is_meta:
-            raise WeightsRefusedError(f"{folder}: {name}: its adapter is missing")
-        sums[f"{name}.weight"] = added
+        sums[f"{name}.weight"] = module.get_delta_weight(_ADAPTER)
     return sums
+
+
+def _check_not_shared(own: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Raises WeightsRefusedError for an adapter on one of several layers that have the same weight."""
+    num_uses = collections.Counter(tensor.data_ptr() for tensor in own.values())
+    for name in sums:
+        if name in own and num_uses[own[name].data_ptr()] > 1:
+            raise WeightsRefusedError(f"{folder}: {name}: adapted, and another layer shares that weight")
 
 
 def _read_tensors(order: WeightsOrder, *, file_name: str = "*.safetensors") -> dict[str, torch.Tensor]:
@@ -206,9 +226,7 @@ def _check_sum(files: list[Path], checksum: str) -> None:
         raise WeightsRefusedError(f"{files[0]}: is {found}, its checksum says {checksum}")
 
 
-def _check_names(
-    own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], order: WeightsOrder
-) -> None:
+def _check_names(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], order: WeightsOrder) -> None:
     if unknown := sorted(given.keys() - own.keys()):
         raise WeightsRefusedError(f"{order.folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
     for name, tensor in given.items():

@@ -81,7 +81,18 @@ def test_one_bad_call_does_not_take_its_siblings_down() -> None:
         ('{"name":"add","arguments":{"a":1e400}}', "out of range"),
         ('{"name":"add","parameters":{"a":1}}', "'parameters' in the place of 'arguments'"),
         ('{"name":"add","a":1,"b":2}', "'a' in the place of 'arguments'"),
+        ('{"name":"add","arguments":{"a":-Infinity}}', "Infinity"),
+        ('{"name":"add","arguments":"{\\"a\\": NaN}"}', "NaN"),
+        ('{"name":"add","arguments":"\\"{}\\""}', "got a string"),
         ('{"name":"add","arguments":{"a":"\\ud800"}}', "surrogate"),
+        ('{"name":"add","arguments":"{\\"a\\":\\"\\\\ud800\\"}"}', "surrogate"),
+        ('{"name":"\\ud800","arguments":{}}', "surrogate"),
+        ('{"name":"add","arguments":{"a":"x\ny"}}', "control character"),
+        ("{'name':'add','arguments':{}}", "not JSON"),
+        ('{"name":"add","arguments":{"a":1,}}', "not JSON"),
+        ('{"name":"add"},{"name":"add"}', "not JSON"),
+        ('{"type":"function","function":{"name":"add","arguments":{}}}', "no name"),
+        ("{}", "no name"),
         ("[" * 100_000, "nested"),
         ('{"name":"add","arguments":{"a":' + "9" * 5000 + "}}", "not JSON"),
         ("", "not JSON"),
@@ -129,6 +140,61 @@ def test_any_text_in_arguments_survives() -> None:
     assert given.arguments == arguments
 
 
+def test_escapes_of_whole_letters_are_read() -> None:
+    (given,) = read('<tool_call>{"name":"say","arguments":{"t":"\\ud83e\\uddea \\u00e9 \\/"}}</tool_call>').tool_calls
+    assert given.arguments == {"t": "🧪 é /"}
+
+
+def test_a_call_may_be_spread_over_lines() -> None:
+    body = json.dumps({"name": "add", "arguments": {"a": [1, {"b": None}]}}, indent=2)
+    for text in (
+        f"<tool_call>\n{body}\n</tool_call>",
+        f"  <tool_call>\r\n{body}\r\n\t</tool_call>\n",
+        f"\ufeff{call('x', {})}",
+    ):
+        (given,) = read(text).tool_calls
+        assert given.parse_error is None
+    assert read(f"<tool_call>\n{body}\n</tool_call>").content == ""
+
+
+def test_arguments_may_be_huge() -> None:
+    (given,) = read(call("say", {"text": "x" * 2_000_000})).tool_calls
+    assert given.arguments is not None
+    assert len(given.arguments["text"]) == 2_000_000
+
+
+def test_tags_that_are_doubled_make_one_call_and_an_error() -> None:
+    broken, good = read(f"<tool_call>{call('add', {'a': 1})}</tool_call>").tool_calls
+    assert (broken.arguments, good.arguments) == (None, {"a": 1})
+    (again,) = read(f"{call('add', {'a': 1})}</tool_call>").tool_calls
+    assert again.arguments == {"a": 1}
+
+
+def test_the_same_call_twice_is_two_calls() -> None:
+    first, second = read(call("add", {"a": 1}) * 2, first=3).tool_calls
+    assert (first.call_id, second.call_id) == ("call_3", "call_4")
+    assert first.arguments == second.arguments
+
+
+def test_tags_of_thinking_within_arguments_are_the_call_s_own() -> None:
+    arguments = {"text": "<think>a</think> </think>"}
+    for before in ("", "<think>b</think>\n\n", "So: "):
+        (given,) = read(before + call("say", arguments)).tool_calls
+        assert given.arguments == arguments
+
+
+def test_a_call_right_after_a_fence_counts() -> None:
+    (given,) = read(f"```python\nx = 1\n```{call('run', {'code': 'x'})}").tool_calls
+    assert given.arguments == {"code": "x"}
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>" * 5000, "x<think>" * 5000, '<tool_call>{"' * 5000, "<tool_call>[1," * 5000, "`x`` " * 5000]
+)
+def test_an_answer_that_repeats_itself_is_read(text: str) -> None:
+    assert all(each.parse_error for each in read(text).tool_calls)
+
+
 def test_a_list_of_objects_is_several_calls() -> None:
     text = '<tool_call>[{"name": "add", "arguments": {"a": 1}}, 3]</tool_call>'
     first, second = read(text).tool_calls
@@ -141,6 +207,10 @@ def test_a_list_of_objects_is_several_calls() -> None:
     [
         'Done.\n```json\n{"name":"demo-pkg","version":"2.1.0"}\n```\n',
         f"Write it so:\n```\n{call('pay', {'eur': 9})}\n```\nThat is all.",
+        f"> ```\n> {call('pay', {'eur': 9})}\n> ```",
+        f"- so:\n  ```json\n  {call('pay', {'eur': 9})}\n  ```\n- done",
+        '```tool_call\n{"name": "pay", "arguments": {"eur": 9}}\n```',
+        '{"name": "pay", "arguments": {"eur": 9}}',
         f"~~~~ text\n{call('pay', {'eur': 9})}\n~~~\nstill code\n~~~~",
         f"```\n{call('pay', {'eur': 9})}",
         f"The form is `{call('pay', {'eur': 9})}`, on one line.",

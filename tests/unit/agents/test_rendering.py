@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from driftgym.agents.compact_renderer import CompactRenderer
-from driftgym.agents.library_renderer import LibraryRenderer
-from driftgym.agents.rendering import make_renderer
+from driftgym.agents.library_renderer import LibraryRenderer, library_renderer_names
+from driftgym.agents.rendering import FAMILIES_BY_MODEL_TYPE, make_renderer
 from driftgym.agents.template_renderer import TemplateRenderer
 from driftgym.errors import ConfigError
 
@@ -50,6 +50,9 @@ def test_the_tiny_model_names_its_renderer_itself(tiny_folder: Path) -> None:
         (QWEN3_TOOLS, "qwen3", LibraryRenderer),
         (CHATML, "qwen3", TemplateRenderer),  # a fine-tune with a template of its own
         (CHATML, "llama", TemplateRenderer),
+        (CHATML, "gpt_oss", TemplateRenderer),  # the library would fetch a file for it
+        (CHATML, "qwen3_5", TemplateRenderer),
+        (CHATML, "nemotron_h", TemplateRenderer),
         (CHATML, "never-heard-of", TemplateRenderer),
     ],
 )
@@ -58,6 +61,11 @@ def test_auto_goes_by_the_model_s_own_files(
 ) -> None:
     folder = save(qwen3_tokenizer, tmp_path, template=template, model_type=model_type)
     assert type(make_renderer("auto", folder)) is expected
+
+
+def test_the_library_knows_every_family_that_a_model_type_may_belong_to() -> None:
+    families = {name for names in FAMILIES_BY_MODEL_TYPE.values() for name in names}
+    assert families <= set(library_renderer_names())
 
 
 def test_a_renderer_can_be_named(qwen3_tokenizer: Any, tmp_path: Path) -> None:

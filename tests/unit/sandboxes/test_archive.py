@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,9 @@ def test_bounds(tmp_path: Path) -> None:
         unpack_archive(archive_of(*fits), tmp_path, max_bytes=10, max_files=1)
     with pytest.raises(ValueError, match="folders"):
         unpack_archive(archive_of(entry("d/" * 100 + "x", b"")), tmp_path, max_bytes=10, max_files=50)
+    unpack_archive(archive_of(entry("d/" * 199 + "x", b"")), tmp_path / "deep", max_bytes=10, max_files=500)
+    with pytest.raises(ValueError, match="deeper than 200"):
+        unpack_archive(archive_of(entry("d/" * 200 + "x", b"")), tmp_path, max_bytes=10, max_files=500)
     huge = bytearray(archive_of(entry("a", b"x")).getvalue())
     huge[124:136] = b"\x80" + (1 << 70).to_bytes(11, "big")
     huge[148:156] = b"%06o\0 " % (sum(huge[:148]) + 8 * 32 + sum(huge[156:512]))
@@ -208,6 +212,23 @@ def test_what_is_no_archive(tmp_path: Path) -> None:
 def test_long_header_is_refused_and_not_kept(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="header of"):
         unpack_archive(archive_of(entry("a" * 100_000, b"")), tmp_path, **BOUNDS)
+
+
+def test_headers_without_an_entry_fill_no_memory(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    for number in range(20):
+        content = b"".join(b"15 %05x%05x=\n" % (number, index) for index in range(4000))
+        header = tarfile.TarInfo("header")
+        header.type, header.size = tarfile.XHDTYPE, len(content)
+        buffer.write(header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512))
+    buffer.write(bytes(1024))
+    buffer.seek(0)
+    tracemalloc.start()
+    unpack_archive(buffer, tmp_path, **BOUNDS)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1_000_000
+    assert names_below(tmp_path) == set()
 
 
 @given(position=st.integers(0, 3071), value=st.integers(0, 255), cut=st.integers(0, 4096))

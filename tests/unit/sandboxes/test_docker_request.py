@@ -127,9 +127,12 @@ async def test_engine_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> 
 
 async def test_engine_that_is_not_there_is_a_typed_error(tmp_path: Path) -> None:
     request = EngineRequest(socket_path=str(tmp_path / "none.sock"), method="GET", path="/info")
-    with pytest.raises(SandboxError, match="no Docker engine answers"):
+    with pytest.raises(SandboxError, match=r"no Docker engine answers at .*: start one, or name its socket"):
         await request.answer
     request.abort("again")
+    request = EngineRequest(socket_path="/" + "x" * 200, method="GET", path="/info")
+    with pytest.raises(SandboxError, match="path too long"):
+        await request.answer
 
 
 async def test_removal_that_is_under_way_is_waited_for(tmp_path: Path) -> None:

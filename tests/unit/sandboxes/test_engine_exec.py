@@ -2,11 +2,12 @@
 
 import asyncio
 import errno
+from pathlib import Path
 
 import pytest
 
 from driftgym.sandboxes.engine_exec import Command, ExecState, StartError, late_reason
-from driftgym.sandboxes.engine_output import Output
+from driftgym.sandboxes.engine_output import Output, Spool
 from driftgym.sandboxes.engine_process import LineReader
 from driftgym.sandboxes.engine_scripts import absolute_path, error_of
 from driftgym.sandboxes.engine_stream import STDERR, STDOUT
@@ -84,6 +85,18 @@ def test_output_is_counted_and_cut_for_each_stream() -> None:
     assert (result.stdout, result.stderr, result.num_dropped_bytes) == ("aé", "12345", 4)
     assert result.timed_out
     assert result.output_truncated
+    output = Output(-1)
+    output.take(STDOUT, memoryview(b"12345"))
+    assert (bytes(output.stdout), output.result(None, duration_s=1.0, oom_killed=False).num_dropped_bytes) == (b"", 5)
+
+
+async def test_archive_that_cannot_be_kept_is_told_to_who_waits() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as disk:  # noqa: ASYNC230 (no disk is behind it)
+        spool = Spool(disk, max_bytes=100)
+        for _ in range(2):
+            spool.take(STDOUT, memoryview(b"x"))
+        with pytest.raises(OSError, match="No space left"):
+            await spool.full
 
 
 async def ask(reader: LineReader, *pieces: bytes, max_bytes: int = 100) -> tuple[bytes, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,14 @@ async def test_nonsense_loses_the_box(data: bytes) -> None:
     guard.feed(data)
     with pytest.raises(SandboxError, match="no guard"):
         await wait
+
+
+async def test_nothing_is_kept_of_what_comes_after_the_loss() -> None:
+    guard = Guard(name="box", write=lambda data: None, dead_man_s=60)
+    guard.lose("closed")
+    tracemalloc.start()
+    for _ in range(50):
+        guard.feed(b"x" * 1_000_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2_000_000

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from aiohttp import web
 
 from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes.base import SandboxSpec
+from driftgym.sandboxes.build_context import read_context
 from driftgym.sandboxes.docker_engine import Engine
+from driftgym.sandboxes.image_build import build_image
 from driftgym.sandboxes.images import BASE_IMAGE, prepare_image, resolve_image
 
 BREAK = b"break the connection"
@@ -203,6 +206,15 @@ async def test_a_build_that_ends_without_an_image_is_an_error(
     played.pieces, played.result = STEPS, ""
     with pytest.raises(SandboxError, match="without an image, at step 2/2"):
         await build(engine, spec)
+
+
+async def test_no_room_for_temporary_files_is_an_error(
+    engine: Engine, spec: SandboxSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    context = read_context(spec.dockerfile or "")
+    with pytest.raises(SandboxError, match="no room"):
+        await build_image(engine, context, name_of=lambda digest: "x", say=lambda text: None)
 
 
 async def test_a_build_that_is_cancelled_hangs_up_and_removes_its_container(

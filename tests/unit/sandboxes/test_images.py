@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,25 @@ def test_a_dockerfile_that_is_not_there_is_a_clear_error(folder: Path, tmp_path:
 )
 def test_the_images_that_a_dockerfile_names(dockerfile: str, images: tuple[str, ...] | None) -> None:
     assert named_images(dockerfile) == images
+
+
+def test_a_full_disk_is_told_as_such(folder: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as disk, pytest.raises(SandboxError, match=r"no room.*No space left"):
+        read_context(folder).pack(disk)
+
+
+def names_of_locks(folder: Path) -> list[Path]:
+    return list(folder.glob("*/*.lock"))
+
+
+async def test_a_lock_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with only_one("test/odd", timeout_s=5, say=nothing):
+        (lock,) = names_of_locks(tmp_path)
+    lock.mkdir()
+    with pytest.raises(SandboxError, match="no build can be locked"):
+        async with only_one("test/odd", timeout_s=5, say=nothing):
+            pass
 
 
 async def test_one_build_at_a_time() -> None:

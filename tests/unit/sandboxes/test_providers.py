@@ -43,6 +43,12 @@ async def test_boxes_that_cannot_be_reset_are_refused_before_anything_is_opened(
     assert said == []
 
 
+@pytest.mark.parametrize("name", ["image", "dockerfile", "runtime"])
+def test_empty_name_is_no_default(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1 character"):
+        SandboxSpec.model_validate({name: ""})
+
+
 async def test_auto_without_an_engine_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     said: list[str] = []

@@ -43,6 +43,13 @@ async def test_processes_may_end_hang_and_raise() -> None:
     await provider.close()
 
 
+async def test_empty_argv_starts_nothing() -> None:
+    box = ScriptedSandbox()
+    assert (await box.exec([])).exit_code == 127
+    with pytest.raises(SandboxError):
+        await box.spawn([])
+
+
 async def test_error_of_a_handler_is_not_hidden() -> None:
     def broken(call: ScriptedCall) -> Outcome:
         raise ZeroDivisionError

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import struct
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,6 +12,7 @@ from driftgym.errors import SandboxError
 from driftgym.sandboxes.toolbox_client import INPUT_WINDOW_BYTES, StartError, ToolboxClient
 
 HEADER = struct.Struct(">II")
+ENDED = {"exit_code": 0, "num_stdout": 0, "dropped": 0, "duration_s": 0.1, "timed_out": False, "oom_killed": False}
 
 
 def frame(message: object, payload: bytes = b"") -> bytes:
@@ -83,6 +85,32 @@ async def test_nonsense_loses_the_box_with_a_typed_error(nonsense: bytes) -> Non
     stream.client.feed(nonsense)
 
 
+@pytest.mark.parametrize("op", ["exec", "read", "write", "upload", "download", "reset", "ask"])
+@pytest.mark.parametrize("name", ["exit_code", "num_stdout", "dropped", "duration_s", "timed_out", "oom_killed"])
+async def test_answer_that_is_none_to_its_question_loses_the_box(op: str, name: str) -> None:
+    for wrong in ({key: value for key, value in ENDED.items() if key != name}, {**ENDED, name: "1"}):
+        stream = Stream()
+        call = asyncio.ensure_future(stream.client.call(op, timeout_s=5))
+        await asyncio.sleep(0)
+        stream.client.feed(frame({"id": 1, **wrong}))
+        await asyncio.wait({call})
+        if stream.client.is_lost:
+            assert isinstance(call.exception(), SandboxError)
+        else:  # it is not looked at
+            assert (op, name) not in [("exec", name), ("ask", "dropped"), ("reset", "exit_code"), ("read", "dropped")]
+
+
+async def test_nothing_is_kept_of_what_comes_after_the_loss() -> None:
+    stream = Stream()
+    stream.client.lose("closed")
+    tracemalloc.start()
+    for _ in range(50):
+        stream.client.feed(b"x" * 1_000_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2_000_000
+
+
 async def test_answers_to_nobody_are_ignored() -> None:
     stream = Stream()
     stream.client.feed(frame({"id": 77}) + frame({"event": "news"}) + frame({"event": "ended", "key": 5}))
@@ -127,19 +155,19 @@ async def test_long_input_goes_in_parts_as_far_as_credit_goes() -> None:
     requests = [request_of(data) for data in stream.written]
     assert sum(len(payload) for _, payload in requests) == 1_000_000
     assert requests[-1][0] == {"op": "input", "key": 1, "end": True}
-    stream.client.feed(frame({"id": 1}))
+    stream.client.feed(frame({"id": 1, **ENDED}))
     await call
 
 
 @pytest.mark.parametrize(
-    "message", [{"event": "credit", "key": 1, "num_bytes": -1}, {"id": 1}], ids=["unread", "ended"]
+    "message", [{"event": "credit", "key": 1, "num_bytes": -1}, {"id": 1, **ENDED}], ids=["unread", "ended"]
 )
 async def test_input_that_nothing_reads_is_given_up(message: dict[str, object]) -> None:
     stream = Stream()
     call = asyncio.ensure_future(stream.client.call("exec", bytes(1_000_000), timeout_s=5))
     await asyncio.sleep(0.05)
     stream.client.feed(frame(message))
-    stream.client.feed(frame({"id": 1}))
+    stream.client.feed(frame({"id": 1, **ENDED}))
     await call
     assert sum(len(data) for data in stream.written) < INPUT_WINDOW_BYTES + 2000
 
@@ -161,7 +189,7 @@ async def test_parts_are_put_before_the_end_of_each_output() -> None:
     await asyncio.sleep(0)
     for which, data in ((1, b"a"), (2, b"x"), (1, b"b")):
         stream.client.feed(frame({"event": "part", "id": 1, "which": which}, data))
-    stream.client.feed(frame({"id": 1, "num_stdout": 1}, b"cy"))
+    stream.client.feed(frame({"id": 1, **ENDED, "num_stdout": 1}, b"cy"))
     answer = await call
     assert (answer.payload, answer.fields["num_stdout"]) == (b"abcxy", 3)
 

@@ -9,8 +9,12 @@ from driftgym.sandboxes.toolbox_filter import SOCKET_BY_ARCHITECTURE, filter_pro
 
 PROGRAM = """
 import ctypes, errno, mmap, os, signal, socket, subprocess, sys
-from driftgym.sandboxes.toolbox_filter import install_filter
-assert install_filter()
+from driftgym.sandboxes import toolbox_filter
+if sys.argv[2] == "any":
+    assert toolbox_filter.install_filter()
+else:
+    steps = toolbox_filter.filter_program()
+    assert getattr(toolbox_filter, sys.argv[2])(b"".join(steps), len(steps))
 libc = ctypes.CDLL(None, use_errno=True)
 
 def attempt(body):
@@ -46,9 +50,11 @@ if sys.argv[1] == "x86_64":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
-def test_filter_closes_what_it_names_and_nothing_else() -> None:
+@pytest.mark.parametrize("way", ["any", "install_by_core", "install_by_ctypes"])
+def test_filter_closes_what_it_names_and_nothing_else(way: str) -> None:
     machine = subprocess.run(["uname", "-m"], capture_output=True, text=True, check=True).stdout.strip()
-    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM, machine], capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-P", "-c", PROGRAM, machine, way]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     answers = dict(line.split() for line in done.stdout.splitlines())
     for name in ("AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK", "pair"):
         assert answers.pop(name) == "ok"

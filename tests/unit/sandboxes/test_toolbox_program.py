@@ -38,6 +38,7 @@ def test_toolbox_is_python_3_8_with_its_standard_library(name: str) -> None:
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module or "")
     allowed = {
+        "_ctypes",
         "ctypes",
         "fcntl",
         "gc",

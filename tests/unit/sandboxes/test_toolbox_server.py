@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -294,3 +295,39 @@ def test_reset_restores_the_folders_themselves(server: Server) -> None:
     after = server.work.stat()
     assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
     assert os.listxattr(server.work) == []
+
+
+# -- children
+
+
+@pytest.mark.parametrize("num_files", [1024, 8192])
+def test_child_that_waits_holds_nothing_of_other_commands(tmp_path: Path, num_files: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, before[1]))
+    try:
+        server = Server(tmp_path, egress_port=free_port())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for request_id in range(1, 9):
+        server.run(request_id, "exec sleep 60")
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    held: set[str] = set()
+    while held != {"0", "1", "2", "3", "4"} and time.monotonic() < deadline:
+        time.sleep(0.01)
+        held = held_by_spare(server.process.pid)
+    assert held == {"0", "1", "2", "3", "4"}
+    server.end()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def held_by_spare(pid: int) -> set[str]:
+    """The descriptors of the one child that has become no program yet; empty when there are none or several."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = [child for child in children if os.readlink(f"/proc/{child}/exe") == os.readlink(f"/proc/{pid}/exe")]
+    return set(os.listdir(f"/proc/{own[0]}/fd")) if len(own) == 1 else set()

@@ -17,6 +17,9 @@ from driftgym.trainer.model_loading import named_weights
 from driftgym.trainer.training_client import LearnerSpec, LoraConfig, ModelConfig
 from driftgym.types import Segment, WeightUpdate
 
+# What peft asks of a model is deprecated in transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
 
 @pytest.fixture
 def spec(learner_spec: Callable[..., LearnerSpec], tmp_path: Path) -> LearnerSpec:
@@ -53,16 +56,13 @@ def test_peft_makes_the_same_weights_of_it_as_the_learner(
         learner.train_step(segments)
         update = learner.publish(tmp_path / "weights")
         assert (full.kind, update.kind, update.base_policy_version) == ("full", "lora", 0)
-        expected, found = published_whole(learner, tmp_path / "whole"), by_peft(full, update)
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
-    assert not torch.equal(
-        expected["model.layers.0.mlp.up_proj.weight"], by_name(full)["model.layers.0.mlp.up_proj.weight"]
-    )
-
-
-def by_name(update: WeightUpdate) -> Mapping[str, Tensor]:
-    return load_file(Path(update.location, "model.safetensors"))
+    before = load_file(Path(full.location, "model.safetensors"))
+    found = by_peft(full, update)
+    expected = published_whole(learner, tmp_path / "whole")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    changed = {name.split(".")[-2] for name, tensor in expected.items() if not torch.equal(before[name], tensor)}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_adapters_of_a_life_that_went_on_from_a_checkpoint_are_put_on_merged_weights(

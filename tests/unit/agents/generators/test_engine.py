@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from driftgym.agents.generators.embedded.model import WeightsRefusedError
+from driftgym.agents.generators.embedded.requests import WeightsOrder
+from driftgym.agents.generators.embedded.weights import WeightsRefusedError
 from driftgym.types import SamplingParams
 
 FAMILIES = ["qwen3", "llama"]
@@ -29,6 +30,11 @@ def run(engine: Any, prompts: list, sampling: Any, *, prefix: str = "r") -> list
     while engine.has_work:
         engine.step()
     return [answers[f"{prefix}{index}"] for index in range(len(prompts))]
+
+
+def take(engine: Any, folder: Path, *, flush_cache: bool = True, **order: Any) -> None:
+    """Brings the engine to the weights in `folder`."""
+    engine.update_weights(engine.weights.read(WeightsOrder(folder=folder, **order)), flush_cache=flush_cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +145,7 @@ def test_weights_taken_in_flight(model_of, engine_of, random_prompts, save_model
             engine.step()
         engine.pause("retract")
         assert engine.num_running == 0
-        engine.update_weights(folders[version], version=f"1:{version}", flush_cache=True)
+        take(engine, folders[version], version=f"1:{version}")
         engine.resume()
     while engine.has_work:
         engine.step()
@@ -166,9 +172,9 @@ def test_kv_that_was_kept_is_said(model_of, engine_of, random_prompts, save_mode
         engine.step()
     engine.pause("in_place")
     with pytest.raises(WeightsRefusedError, match="retract"):
-        engine.update_weights(folder, version="1:1", flush_cache=True)
+        take(engine, folder, version="1:1")
     assert engine.version == "1:0"
-    engine.update_weights(folder, version="1:1", flush_cache=False)
+    take(engine, folder, version="1:1", flush_cache=False)
     engine.resume()
     while engine.has_work:
         engine.step()
@@ -179,7 +185,7 @@ def test_kv_that_was_kept_is_said(model_of, engine_of, random_prompts, save_mode
         engine, [np.append(prompt, 3).astype(np.int32), prompt[::-1].copy()], SamplingParams(max_tokens=3)
     )
     assert (later.kv_min_version, fresh.kv_min_version) == ("1:0", None)
-    engine.update_weights(folder, version="1:2", flush_cache=True)
+    take(engine, folder, version="1:2")
     (flushed,) = run(engine, [prompt], SamplingParams(max_tokens=3))
     assert (flushed.kv_min_version, flushed.num_cached_tokens) == (None, 0)
 
@@ -241,7 +247,7 @@ def test_refused_weights_change_nothing(model_of, engine_of, random_prompts, sav
     empty.mkdir()
     for folder in (broken, empty, tmp_path / "absent", save_model(model_of("llama"), "other")):
         with pytest.raises(WeightsRefusedError):
-            engine.update_weights(Path(folder), version="1:1", flush_cache=True)
+            take(engine, Path(folder), version="1:1")
         assert engine.version == "1:0"
     after = run(engine, [prompt], sampling, prefix="after")[0]
     assert after.token_ids.tolist() == before.token_ids.tolist()
@@ -252,7 +258,7 @@ def test_refused_weights_change_nothing(model_of, engine_of, random_prompts, sav
 def test_tied_and_untied_weights_are_taken(model_of, engine_of, random_prompts, save_model, is_tied):
     engine = engine_of(model_of("llama", is_tied=is_tied))
     new = model_of("llama", seed=5, is_tied=is_tied)
-    engine.update_weights(save_model(new, "new"), version="1:1", flush_cache=True)
+    take(engine, save_model(new, "new"), version="1:1")
     (prompt,) = random_prompts(1)
     (answer,) = run(engine, [prompt], SamplingParams(max_tokens=5))
     np.testing.assert_allclose(answer.logprobs, scored(new, prompt, answer.token_ids), atol=1e-4)
@@ -264,11 +270,11 @@ def test_weights_that_are_not_finite_fail_their_requests_only(model_of, engine_o
         bad.model.layers[0].mlp.down_proj.weight[0] = torch.nan
     engine = engine_of(model_of("qwen3"))
     good_folder = save_model(good, "good")
-    engine.update_weights(save_model(bad, "bad"), version="1:1", flush_cache=True)
+    take(engine, save_model(bad, "bad"), version="1:1")
     prompts = random_prompts(8)
     for answer in run(engine, prompts, SamplingParams(max_tokens=5)):
         assert (answer.finish_reason, answer.is_failure, len(answer.token_ids)) == ("abort", True, 0)
-    engine.update_weights(good_folder, version="1:2", flush_cache=True)
+    take(engine, good_folder, version="1:2")
     for prompt, answer in zip(prompts, run(engine, prompts, SamplingParams(max_tokens=5), prefix="b"), strict=True):
         np.testing.assert_allclose(answer.logprobs, scored(good, prompt, answer.token_ids), atol=1e-4)
 

@@ -44,6 +44,24 @@ async def until_ended(pid, timeout_s=20.0):
 
 
 @pytest.mark.slow
+async def test_a_server_that_stands_still_ends_the_request_at_its_deadline(model_of, save_model):
+    """And answers again once it goes on; one that does not is killed by `close`."""
+    folder = save_model(model_of("qwen3"), "tiny")
+    server = await EmbeddedServer.start(folder, CONFIG, incarnation=2, policy_version=5, timeout_s=START_S)
+    async with SGLangGenerator(server.url, incarnation=2, max_concurrency=64, server=server, close_timeout_s=1) as one:
+        await ask(one)
+        os.kill(server.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(GeneratorError, match="no answer by its deadline"):
+            await ask(one, request_id="late", timeout_s=1.0)
+        assert time.monotonic() - started >= 1.0
+        os.kill(server.pid, signal.SIGCONT)
+        assert len((await ask(one, request_id="again")).token_ids) == 4
+        os.kill(server.pid, signal.SIGSTOP)
+    await until_ended(server.pid)
+
+
+@pytest.mark.slow
 async def test_a_server_killed_in_the_middle_of_a_request(model_of, save_model):
     """Its requests fail at once, and a pool goes on with a new one."""
     folder = save_model(model_of("qwen3"), "tiny")
@@ -57,7 +75,8 @@ async def test_a_server_killed_in_the_middle_of_a_request(model_of, save_model):
     first = await start()
     assert servers[0].is_alive
     assert (await first.health()).version.policy_version == 5
-    await first.pause()
+    async with SGLangGenerator(servers[0].url, incarnation=2, max_concurrency=1) as somebody_else:
+        await somebody_else.pause()
     alone = asyncio.create_task(ask(first))
     await asyncio.sleep(0.2)
     pool = GeneratorPool([first], policy_version=5, restart=start, restart_timeout_s=START_S)

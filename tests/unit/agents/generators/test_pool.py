@@ -75,7 +75,7 @@ async def test_a_failed_request_is_answered_by_another_engine():
     members[0].fail_next()
     members[1].fail_next(0)
     assert (await ask(pool)).token_ids.tolist() == [7, 8, 9]
-    assert (pool.num_retried, events.names) == (1, [])
+    assert (pool.counts.num_retried, events.names) == (1, [])
     for member in members:
         member.fail_next(1)
     with pytest.raises(GeneratorError, match="as it was told"):
@@ -93,7 +93,7 @@ async def test_a_dead_engine_is_taken_out_and_its_requests_move():
     assert sorted(int(completion.request_id) for completion in completions) == list(range(30))
     assert all(completion.token_ids.tolist() == [7, 8, 9] for completion in completions)
     await until(lambda: events.names == ["generator_lost"])
-    assert pool.num_retried == 10
+    assert pool.counts.num_retried == 10
     assert "generator 1 is taken out, 2 are left" in events.texts[0]
     health = await pool.health()
     assert health.num_running == 0
@@ -119,6 +119,9 @@ async def test_an_engine_is_looked_at_once_for_all_that_failed_there_at_once():
         async def health(self):
             looks.append(time.monotonic())
             return await super().health()
+
+        async def load(self):
+            raise GeneratorError("gone")
 
     first = Watched(lambda request: [7], token_latency_s=0.05)
     options = WatchOptions(interval_s=3600, num_failures_out=2)  # no rounds
@@ -280,7 +283,7 @@ async def test_a_wrong_prompt_is_not_sent_around():
     pool = GeneratorPool(members, policy_version=0)
     with pytest.raises(ValueError, match="vocabulary"):
         await pool.generate([10], SamplingParams(), request_id="r", session_id="s", deadline_s=time.monotonic() + 5)
-    assert pool.num_retried == 0
+    assert pool.counts.num_retried == 0
 
 
 async def test_a_request_that_is_never_answered_and_one_that_is_refused_are_answered_elsewhere():

@@ -276,7 +276,7 @@ async def test_a_wrong_prompt_is_the_callers_and_frees_its_place():
     for _ in range(3):
         with pytest.raises(ValueError, match="vocabulary"):
             await pool.generate([10], SamplingParams(), request_id="r", session_id="s", deadline_s=time.monotonic() + 5)
-    assert pool.num_retried == 0
+    assert pool.counts.num_retried == 0
     await pool.close()
 
 

@@ -64,3 +64,52 @@ async def test_failures_on_demand():
     with pytest.raises(GeneratorError, match="gone"):
         await generator.health()
     assert generator.num_running == 0
+
+
+def weights(version):
+    return WeightUpdate(policy_version=version, incarnation=0, location="/w", checksum="sha256:0")
+
+
+async def test_a_session_rests_on_the_cache_until_an_update_drops_it():
+    generator = ScriptedGenerator(lambda request: [5, 6])
+    assert (await ask(generator)).kv_min_policy_version is None
+    await generator.update_weights(weights(1), mode="in_flight", keep_kv=True, timeout_s=1)
+    await generator.update_weights(weights(2), mode="in_flight", keep_kv=True, timeout_s=1)
+    completion = await ask(generator)
+    assert (completion.policy_versions.tolist(), completion.kv_min_policy_version) == ([2, 2], 0)
+    await generator.update_weights(weights(3), mode="in_flight", timeout_s=1)
+    assert (await ask(generator)).kv_min_policy_version is None
+
+
+async def test_requests_that_come_while_it_drains_wait():
+    generator = ScriptedGenerator(lambda request: range(20), token_latency_s=0.005)
+    first = asyncio.create_task(ask(generator))
+    await asyncio.sleep(0.02)
+    draining = asyncio.create_task(generator.update_weights(weights(1), mode="drain", timeout_s=5))
+    await asyncio.sleep(0)
+    late, aborted = (asyncio.create_task(ask(generator, request_id=name)) for name in ("late", "cut"))
+    await asyncio.sleep(0.01)
+    assert (await generator.load()).num_queued == 2
+    with pytest.raises(GeneratorError, match="deadline"):
+        await ask(generator, timeout_s=0.01)
+    await generator.abort("cut")
+    assert ((await aborted).finish_reason, len((await aborted).token_ids)) == ("abort", 0)
+    await draining
+    assert set((await first).policy_versions.tolist()) == {0}
+    assert set((await late).policy_versions.tolist()) == {1}
+    assert [request.request_id for request in generator.requests] == ["r", "late"]
+
+
+async def test_one_that_stands_still_answers_nothing():
+    generator = ScriptedGenerator(lambda request: [5])
+    generator.hang()
+    for asked in (
+        ask(generator, timeout_s=0.02),
+        generator.score([1, 2], num_given=1, deadline_s=time.monotonic() + 0.02),
+        generator.update_weights(weights(1), mode="in_flight", timeout_s=0.02),
+    ):
+        with pytest.raises(GeneratorError):
+            await asked
+    for asked in (generator.health(), generator.load()):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked, 0.02)

@@ -11,7 +11,7 @@ import pytest
 
 from driftgym.agents.generators.embedded.server import main
 from driftgym.agents.generators.sglang import SGLangGenerator
-from driftgym.types import SamplingParams, WeightUpdate
+from driftgym.types import SamplingParams
 
 
 async def post(session, url, path, body):
@@ -67,12 +67,38 @@ NONSENSE = [
     generate_body([1], temperature="hot"),
     generate_body([1], top_p=0),
     generate_body([1], top_p=1.5),
-    generate_body([1], max_new_tokens=0),
+    generate_body([1], max_new_tokens=-1),
+    generate_body([1], max_new_tokens=False),
     generate_body([1], max_new_tokens=10**9),
     generate_body([1], max_new_tokens=2.5),
     generate_body([1], stop_token_ids=["</s>"]),
     generate_body([1], sampling_seed="x"),
     generate_body([1], top_k=5),
+    {**generate_body([1, 2, 3]), "logprob_start_len": 0},
+]
+SCORE_NONSENSE: list[dict] = [
+    {},
+    {"logprob_start_len": -1},
+    {"logprob_start_len": 2},
+    {"logprob_start_len": 10**12},
+    {"logprob_start_len": "0"},
+    {"logprob_start_len": True},
+    {"logprob_start_len": 0, "return_logprob": False},
+    {"logprob_start_len": 0, "input_ids": [1]},
+    {"logprob_start_len": 0, "input_ids": []},
+    {"logprob_start_len": 0, "input_ids": [1, 120]},
+    {"logprob_start_len": 0, "input_ids": [1] * 257},
+    {"logprob_start_len": 0, "rid": 3},
+]
+UPDATE_NONSENSE = [
+    {"model_path": 3},
+    {"weight_version": None},
+    {"flush_cache": "yes"},
+    {"kind": "patch"},
+    {"kind": "delta"},
+    {"kind": "lora", "base_weight_version": 0},
+    {"base_weight_version": "1:0"},
+    {"checksum": 7},
 ]
 
 
@@ -84,7 +110,14 @@ async def test_nonsense_gets_400_and_the_server_lives(model_of, engine_of, serve
             assert reply["error"]["message"], body
         assert (await post(session, url, "/pause_generation", {"mode": "x"}))[0] == 400
         assert (await post(session, url, "/abort_request", {}))[0] == 400
-        assert (await post(session, url, "/update_weights_from_disk", {"model_path": 3}))[0] == 400
+        for body in SCORE_NONSENSE:
+            scored = {**generate_body([1, 2, 3], max_new_tokens=0), **body}
+            status, reply = await post(session, url, "/generate", scored)
+            assert status == 400, body
+            assert reply["error"]["message"], body
+        for body in UPDATE_NONSENSE:
+            update = {"model_path": "x", "weight_version": "1:1", **body}
+            assert (await post(session, url, "/update_weights_from_disk", update))[0] == 400, body
         assert (await post(session, url, "/nowhere", {}))[0] == 404
         assert (await post(session, url, "/abort_request", {"rid": "unknown"}))[0] == 200
         assert (await post(session, url, "/generate", generate_body([1, 2])))[0] == 200
@@ -108,28 +141,33 @@ async def until(condition, timeout_s=10.0):
             await asyncio.sleep(0.005)
 
 
-async def test_a_flood_of_200_is_taken_at_once_and_leaks_nothing(model_of, engine_of, served):
-    engine = engine_of(model_of("qwen3"), max_batch_size=32)
-    async with served(engine) as url, SGLangGenerator(url, incarnation=1, max_concurrency=200) as generator:
+@pytest.mark.slow
+async def test_a_flood_of_200_is_taken_at_once_and_2000_requests_leak_nothing(model_of, engine_of, served):
+    engine = engine_of(model_of("qwen3"), max_batch_size=64)
+    async with (
+        served(engine) as url,
+        SGLangGenerator(url, incarnation=1, max_concurrency=200) as generator,
+        aiohttp.ClientSession() as session,
+    ):
 
         async def ask(index):
             return await generator.generate(
                 [index % 120, 5, 9],
-                SamplingParams(max_tokens=4),
+                SamplingParams(max_tokens=2),
                 request_id=f"{index}",
                 session_id=f"{index}",
                 deadline_s=time.monotonic() + 60,
             )
 
-        await generator.pause()
+        await post(session, url, "/pause_generation", {"mode": "in_place"})
         tasks = [asyncio.create_task(ask(index)) for index in range(200)]
         await until(lambda: engine.num_queued == 200)
         open_files = len(os.listdir("/proc/self/fd"))
-        await generator.resume()
+        await post(session, url, "/continue_generation", {})
         completions = await asyncio.gather(*tasks)
         assert sorted(int(completion.request_id) for completion in completions) == list(range(200))
-        assert all(len(completion.token_ids) == 4 for completion in completions)
-        for start in range(200, 800, 200):
+        assert all(len(completion.token_ids) == 2 for completion in completions)
+        for start in range(200, 2000, 200):
             await asyncio.gather(*(ask(index) for index in range(start, start + 200)))
         assert len(os.listdir("/proc/self/fd")) <= open_files
 
@@ -137,24 +175,15 @@ async def test_a_flood_of_200_is_taken_at_once_and_leaks_nothing(model_of, engin
 async def test_an_update_without_pause_drains(model_of, engine_of, served, save_model):
     engine = engine_of(model_of("qwen3"), max_batch_size=2)
     folder = save_model(model_of("qwen3", seed=1), "new")
-    async with served(engine) as url, SGLangGenerator(url, incarnation=1, max_concurrency=8) as generator:
-
-        async def ask(index):
-            return await generator.generate(
-                [1, 2, index],
-                SamplingParams(max_tokens=60),
-                request_id=f"{index}",
-                session_id="s",
-                deadline_s=time.monotonic() + 60,
-            )
-
-        tasks = [asyncio.create_task(ask(index)) for index in range(4)]
+    async with served(engine) as url, aiohttp.ClientSession() as session:
+        bodies = [generate_body([1, 2, index], max_new_tokens=60) for index in range(4)]
+        tasks = [asyncio.create_task(post(session, url, "/generate", body)) for body in bodies]
         await until(lambda: engine.num_running == 2)
-        update = WeightUpdate(policy_version=1, incarnation=1, location=str(folder), checksum="sha256:0")
-        await generator.update_weights(update, mode="drain", timeout_s=30)
-        versions = [set((await task).policy_versions.tolist()) for task in tasks]
-        assert sorted(map(min, versions)) == [0, 0, 1, 1]
-        assert all(len(version) == 1 for version in versions)
+        body = {"model_path": str(folder), "weight_version": "1:1"}
+        assert (await post(session, url, "/update_weights_from_disk", body))[0] == 200
+        spans = [(await task)[1]["meta_info"]["weight_versions"] for task in tasks]
+        assert sorted(span[0]["version"] for span in spans) == ["1:0", "1:0", "1:1", "1:1"]
+        assert all(len(span) == 1 for span in spans)
 
 
 async def test_a_refused_update_answers_400_and_changes_nothing(model_of, engine_of, served, tmp_path):
@@ -168,8 +197,12 @@ async def test_a_refused_update_answers_400_and_changes_nothing(model_of, engine
 
 async def test_queue_time_is_what_was_waited_and_paused(model_of, engine_of, served):
     engine = engine_of(model_of("qwen3"))
-    async with served(engine) as url, SGLangGenerator(url, incarnation=1, max_concurrency=8) as generator:
-        await generator.pause()
+    async with (
+        served(engine) as url,
+        SGLangGenerator(url, incarnation=1, max_concurrency=8) as generator,
+        aiohttp.ClientSession() as session,
+    ):
+        await post(session, url, "/pause_generation", {"mode": "in_place"})
         task = asyncio.create_task(
             generator.generate(
                 [1, 2],
@@ -181,7 +214,7 @@ async def test_queue_time_is_what_was_waited_and_paused(model_of, engine_of, ser
         )
         await until(lambda: engine.num_queued == 1)
         await asyncio.sleep(0.5)
-        await generator.resume()
+        await post(session, url, "/continue_generation", {})
         assert (await task).latency_s < 0.45
 
 

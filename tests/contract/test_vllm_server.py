@@ -1,0 +1,271 @@
+"""A real vLLM server: exact tokens, log-probs and versions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_engine import INCARNATION, ask, ask_all, prompts, until_running, weights
+from rescore import greedy, rescore, rescore_kept, rescore_spans
+from tiny_models import VOCAB_SIZE, save_tiny_models, save_tiny_tokenizer
+from vllm_server import MAX_RUNNING_REQUESTS, SHAPE, VLLMServer, open_vllm, vllm_python
+
+from driftgym.agents.generators.probe import check_logprobs
+from driftgym.agents.generators.vllm import VLLMGenerator
+from driftgym.errors import ConfigError, GeneratorError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The place in the list is the version."""
+    vllm_python()
+    return save_tiny_models(tmp_path_factory.mktemp("models"), count=3, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def plain_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """A server as it starts by default: it reports no versions, and log-probs of before the temperature."""
+    save_tiny_tokenizer(models[0])
+    with open_vllm(models[0], log=tmp_path_factory.mktemp("plain") / "log", flags=()) as server:
+        yield server
+
+
+def client(server: VLLMServer) -> VLLMGenerator:
+    return VLLMGenerator(server.url, incarnation=INCARNATION, max_concurrency=MAX_RUNNING_REQUESTS)
+
+
+@pytest.fixture
+async def engine(vllm_server: VLLMServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
+    """With the weights of version 0."""
+    async with client(vllm_server) as made:
+        await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=120)
+        yield made
+
+
+@pytest.fixture
+async def plain(plain_server: VLLMServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
+    """With the weights of version 0."""
+    async with client(plain_server) as made:
+        await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=120)
+        yield made
+
+
+async def test_greedy_ids_are_those_of_transformers(engine: VLLMGenerator, models: list[Path]) -> None:
+    asked = prompts(12)
+    completions = await asyncio.gather(*ask_all(engine, asked, name="greedy", temperature=0.0))
+    expected = [greedy(models[0], prompt, num_tokens=40) for prompt in asked]
+    assert [completion.token_ids.tolist() for completion in completions] == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_are_those_that_the_trainer_finds(
+    engine: VLLMGenerator, models: list[Path], temperature: float
+) -> None:
+    asked = prompts(16, seed=1)
+    completions = await asyncio.gather(*ask_all(engine, asked, name="sampled", temperature=temperature))
+    deltas = [
+        np.abs(completion.logprobs - rescore(models[0], prompt, completion.token_ids.tolist(), temperature=temperature))
+        for prompt, completion in zip(asked, completions, strict=True)
+    ]
+    print(f"max |delta| at temperature {temperature}: {max(delta.max() for delta in deltas):.1e}")
+    assert max(delta.max() for delta in deltas) <= 1e-4
+    assert len({tuple(completion.token_ids[:8]) for completion in completions}) == 16
+
+
+async def test_scores_are_those_that_the_trainer_finds(engine: VLLMGenerator, models: list[Path]) -> None:
+    for prompt in [*prompts(3, seed=2), [5, VOCAB_SIZE - 1, 0]]:
+        for num_given in (1, len(prompt) - 1):
+            scores = await engine.score(prompt, num_given=num_given, deadline_s=time.monotonic() + 60)
+            expected = rescore(models[0], prompt[:num_given], prompt[num_given:])
+            np.testing.assert_allclose(scores.logprobs, expected, atol=1e-4)
+            assert scores.version.policy_version == 0
+
+
+async def test_stop_tokens_and_the_seed(engine: VLLMGenerator) -> None:
+    """Nothing but the request's own stop tokens ends it; the one that did stays."""
+    stops = tuple(range(0, VOCAB_SIZE, 7))
+    for index in range(4):
+        completion = await ask(engine, [5, 6], request_id=f"s{index}", max_tokens=400, stop_token_ids=stops, seed=index)
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] in stops
+        assert not set(completion.token_ids[:-1].tolist()) & set(stops)
+        again = await ask(engine, [5, 6], request_id=f"t{index}", max_tokens=400, stop_token_ids=stops, seed=index)
+        assert again.token_ids.tolist() == completion.token_ids.tolist()
+    with pytest.raises(GeneratorError, match="max-model-len"):
+        await ask(engine, [5] * 1020, request_id="long")
+
+
+async def test_an_update_in_the_middle_of_64_answers(engine: VLLMGenerator, models: list[Path]) -> None:
+    """Every token has the version of the weights that wrote it, with a cache of theirs; none is lost."""
+    asked = prompts(64, seed=3)
+    tasks = ask_all(engine, asked, name="fly", max_tokens=200)
+    await until_running(engine, 64)
+    await asyncio.sleep(0.3)
+    for version in (1, 2):
+        assert not any(task.done() for task in tasks)  # nothing was drained
+        await engine.update_weights(weights(models, version), mode="in_flight", timeout_s=60)
+        assert (await engine.health()).version.policy_version == version
+    completions = await asyncio.gather(*tasks)
+    worst = 0.0
+    for prompt, completion in zip(asked, completions, strict=True):
+        assert (len(completion.token_ids), completion.finish_reason) == (200, "length")
+        assert (np.diff(completion.policy_versions) >= 0).all()
+        assert {0, 2} <= set(completion.policy_versions.tolist())
+        assert completion.kv_min_policy_version is None
+        worst = max(worst, float(np.abs(completion.logprobs - rescore_spans(models, prompt, completion)).max()))
+    print(f"max |delta| over updates in flight: {worst:.1e}")
+    assert worst <= 1e-3
+
+
+async def test_an_update_that_aborts(engine: VLLMGenerator, models: list[Path]) -> None:
+    """What was written has the old version; whoever asked goes on with it, under the new one."""
+    asked = prompts(8, seed=4)
+    tasks = ask_all(engine, asked, name="cut", max_tokens=900)
+    await until_running(engine, 8)
+    await engine.update_weights(weights(models, 1), mode="abort_resume", timeout_s=60)
+    for prompt, task in zip(asked, tasks, strict=True):
+        first = await task
+        assert first.finish_reason == "abort"
+        assert 0 < len(first.token_ids) < 900
+        assert set(first.policy_versions.tolist()) == {0}
+        np.testing.assert_allclose(first.logprobs, rescore(models[0], prompt, first.token_ids.tolist()), atol=1e-3)
+        going_on = [*prompt, *first.token_ids.tolist()]
+        second = await ask(engine, going_on, request_id="on", max_tokens=5)
+        assert second.policy_versions.tolist() == [1] * 5
+        np.testing.assert_allclose(second.logprobs, rescore(models[1], going_on, second.token_ids.tolist()), atol=1e-3)
+
+
+async def test_an_update_that_drains(engine: VLLMGenerator, models: list[Path]) -> None:
+    tasks = ask_all(engine, prompts(4, seed=5), name="old", max_tokens=200)
+    await until_running(engine, 4)
+    updating = asyncio.create_task(engine.update_weights(weights(models, 1), mode="drain", timeout_s=120))
+    await asyncio.sleep(0.1)
+    late = ask_all(engine, prompts(4, seed=6), name="new")
+    await updating
+    assert {version for task in tasks for version in (await task).policy_versions.tolist()} == {0}
+    assert {version for task in late for version in (await task).policy_versions.tolist()} == {1}
+
+
+async def test_an_update_that_keeps_the_cache(engine: VLLMGenerator, models: list[Path]) -> None:
+    """Tokens after it rest on KV of older weights until the cache is dropped, and completions say so."""
+    asked = prompts(8, seed=7)
+    tasks = ask_all(engine, asked, name="kept", max_tokens=500)
+    await until_running(engine, 8)
+    await engine.update_weights(weights(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
+    for prompt, task in zip(asked, tasks, strict=True):
+        completion = await task
+        assert len(completion.token_ids) == 500
+        assert set(completion.policy_versions.tolist()) == {0, 1}
+        assert completion.kv_min_policy_version == 0
+        expected = rescore_kept(models[0], models[1], prompt, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+    # The next turn finds its prompt in the cache, as the older weights wrote it.
+    following = [*asked[0], *tasks[0].result().token_ids.tolist(), 7]
+    assert (await ask(engine, following, request_id="turn 2")).kv_min_policy_version == 0
+    scores = await engine.score(following, num_given=3, deadline_s=time.monotonic() + 60)
+    np.testing.assert_allclose(scores.logprobs, rescore(models[1], following[:3], following[3:]), atol=1e-3)
+    await engine.update_weights(weights(models, 2), mode="in_flight", timeout_s=60)
+    fresh = await ask(engine, following, request_id="turn 3")
+    assert fresh.kv_min_policy_version is None
+    np.testing.assert_allclose(fresh.logprobs, rescore(models[2], following, fresh.token_ids.tolist()), atol=1e-3)
+
+
+async def test_an_abort_ends_the_request_that_it_names(engine: VLLMGenerator, models: list[Path]) -> None:
+    tasks = {
+        name: asyncio.create_task(ask(engine, [5, 6, 7], request_id=name, max_tokens=900)) for name in ("r1", "r10")
+    }
+    await until_running(engine, 2)
+    await engine.abort("r1")
+    cut = await tasks["r1"]
+    assert cut.finish_reason == "abort"
+    assert 0 < len(cut.token_ids) < 900
+    np.testing.assert_allclose(cut.logprobs, rescore(models[0], [5, 6, 7], cut.token_ids.tolist()), atol=1e-3)
+    assert len((await tasks["r10"]).token_ids) == 900
+    tasks = {name: asyncio.create_task(ask(engine, [5, 6], request_id=name, max_tokens=900)) for name in ("a", "b")}
+    await asyncio.sleep(0)
+    await engine.abort()  # before the engine can have seen them
+    assert {(await task).finish_reason for task in tasks.values()} == {"abort"}
+
+
+async def test_a_request_that_nobody_waits_for_is_ended(engine: VLLMGenerator) -> None:
+    task = asyncio.create_task(ask(engine, [5, 6, 7], request_id="given up", max_tokens=900))
+    await until_running(engine, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(GeneratorError, match="deadline"):
+        await ask(engine, [5, 6, 7], request_id="late", max_tokens=900, timeout_s=0.2)
+    async with asyncio.timeout(20):
+        while (await engine.load()).num_running:  # noqa: ASYNC110  # polls what has no event
+            await asyncio.sleep(0.05)
+
+
+async def test_ids_that_the_model_does_not_know_are_never_sent(engine: VLLMGenerator) -> None:
+    """A server without a tokenizer reads beyond its embeddings, or ends."""
+    for ids in ([VOCAB_SIZE], [5, 2**31], [-1], []):
+        with pytest.raises(ValueError, match="prompt"):
+            await ask(engine, ids, request_id="unknown")
+    assert len((await ask(engine, [5], request_id="known")).token_ids) == 40
+
+
+async def test_weights_that_are_not_there_are_not_asked_for(
+    engine: VLLMGenerator, models: list[Path], tmp_path: Path
+) -> None:
+    """The server would end."""
+    with pytest.raises(GeneratorError, match="no model"):
+        await engine.update_weights(
+            weights(models, 1, location=str(tmp_path / "nowhere")), mode="in_flight", timeout_s=60
+        )
+    with pytest.raises(GeneratorError, match="full weights alone"):
+        await engine.update_weights(weights(models, 1, kind="lora"), mode="in_flight", timeout_s=60)
+    assert set((await ask(engine, [5], request_id="old")).policy_versions.tolist()) == {0}
+
+
+async def test_log_probs_after_the_temperature_pass(engine: VLLMGenerator) -> None:
+    await check_logprobs(engine, name=engine.url, token_id=5, timeout_s=60)
+
+
+async def test_log_probs_before_the_temperature_are_refused(plain: VLLMGenerator) -> None:
+    with pytest.raises(ConfigError, match="processed_logprobs"):
+        await check_logprobs(plain, name=plain.url, token_id=5, timeout_s=60)
+
+
+async def test_a_server_that_reports_no_versions(plain: VLLMGenerator, models: list[Path]) -> None:
+    """What was written under one version has it; what was written over an update is refused."""
+    prompt = [5, 6, 7]
+    completion = await ask(plain, prompt, request_id="one", stop_token_ids=(1, 2))
+    assert set(completion.policy_versions.tolist()) == {0}
+    np.testing.assert_allclose(
+        completion.logprobs, rescore(models[0], prompt, completion.token_ids.tolist()), atol=1e-4
+    )
+    scores = await plain.score(prompt, num_given=1, deadline_s=time.monotonic() + 60)
+    np.testing.assert_allclose(scores.logprobs, rescore(models[0], prompt[:1], prompt[1:]), atol=1e-4)
+    cut = asyncio.create_task(ask(plain, prompt, request_id="cut", max_tokens=900))
+    await until_running(plain, 1)
+    await plain.abort("cut")
+    assert (await cut).finish_reason == "abort"
+    over = asyncio.create_task(ask(plain, prompt, request_id="over", max_tokens=900))
+    await until_running(plain, 1)
+    await plain.update_weights(weights(models, 1), mode="in_flight", timeout_s=60)
+    with pytest.raises(GeneratorError, match="changed"):
+        await over
+    assert set((await ask(plain, prompt, request_id="new")).policy_versions.tolist()) == {1}
+
+
+async def test_a_server_that_dies(plain_server: VLLMServer, models: list[Path]) -> None:
+    """All that is under way fails at once. The last test of this server."""
+    async with client(plain_server) as generator:
+        await generator.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
+        tasks = ask_all(generator, prompts(20, seed=9), name="lost", max_tokens=900, timeout_s=3600)
+        await until_running(generator, 20)
+        plain_server.kill()
+        async with asyncio.timeout(30):
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(error) for error in ended] == [GeneratorError] * 20
+            for asked in (generator.health(), generator.load(), ask(generator, [5], request_id="after")):
+                with pytest.raises(GeneratorError):
+                    await asked
