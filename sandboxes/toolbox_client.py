@@ -192,6 +192,7 @@ class ToolboxClient:
             self.lose(f"no answer to {op} within {timeout_s + grace_s:g} s")
             raise SandboxError(f"{self.name}: {self._lost}") from None
         except SandboxError:
+            self._on_ended.pop(request_id, None)  # nothing has started that could end
             raise
         except BaseException:
             self.kill_later(request_id)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 SPARE_DELAY_S = 0.003
 """A child is forked ahead when there is nothing else to do: after an answer, or when a command takes longer."""
+RUSH_S = 0.002
+"""A request that comes so soon after an answer is one of many in a row: the next child is forked while it runs, since
+after its answer there would be no time to."""
 SPARE_PAUSE_S = 0.5
 """How long after no process was to be had."""
 
@@ -35,6 +38,7 @@ class Processes:
         self.children: dict[int, Child] = {}
         self.paused: list[tuple[Child, int]] = []  # which outputs are not read from, for want of room or credit
         self.forker = Forker(settings)
+        self.answered_at = 0.0
         self.spare_at = 0.0  # when a child is to be forked ahead, if there is none
         self.trees = ProcessTrees(self.is_local, settings.get("box_tag", ""), lambda: self.forker.spare_pid)
         self.oom_counter = OomCounter(self.is_local)
@@ -73,7 +77,8 @@ class Processes:
         """A child that does what is asked as the agent's user. Raises OSError when none is to be had."""
         self.tell_oom([])
         pid, fds = self.forker.start(request["text"])
-        self.spare_at = time.monotonic() + SPARE_DELAY_S
+        now = time.monotonic()
+        self.spare_at = now if now - self.answered_at < RUSH_S else now + SPARE_DELAY_S
         child = Child(self.poller, request["id"], pid, fds, is_line)
         self.children[child.key] = child
         return child
@@ -178,7 +183,8 @@ class Processes:
         for which in (0, 1, 2):
             child.close_fd(which)
         del self.children[child.key]
-        self.spare_at = min(self.spare_at, time.monotonic())
+        self.answered_at = time.monotonic()
+        self.spare_at = min(self.spare_at, self.answered_at)
         if child.is_line:
             if child.ask_id is not None:
                 self.record.answer(child.ask_id, {"error": "gone"})

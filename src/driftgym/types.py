@@ -26,25 +26,17 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 def int32_array(values: ArrayLike) -> Int32Array:
     """`values` as a read-only one-dimensional int32 array."""
-    if _is_read_only(values, np.int32):
-        return values  # type: ignore[return-value]  # it is what was asked for
     return _read_only(np.asarray(values, dtype=np.int32).reshape(-1))
 
 
 def float32_array(values: ArrayLike) -> Float32Array:
     """`values` as a read-only one-dimensional float32 array."""
-    if _is_read_only(values, np.float32):
-        return values  # type: ignore[return-value]  # it is what was asked for
     return _read_only(np.asarray(values, dtype=np.float32).reshape(-1))
 
 
 def bool_array(values: ArrayLike) -> BoolArray:
     """`values` as a read-only one-dimensional bool array."""
     return _read_only(np.asarray(values, dtype=np.bool_).reshape(-1))
-
-
-def _is_read_only(values: ArrayLike, dtype: type[np.generic]) -> bool:
-    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype and not values.flags.writeable
 
 
 def _read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:

@@ -16,7 +16,7 @@ import pydantic
 import pytest
 import typer.main
 
-from driftgym.agents.generators.restarts import LOST, NOT_RESTARTED, RESTARTED
+from driftgym.agents.generators.restarts import BEHIND, JOINED, LEFT, LOST, NOT_RESTARTED, RESTARTED, RETURNED
 from driftgym.agents.rollout import COMPLETION_CUT, STEP_CUT
 from driftgym.cli import app
 from driftgym.config import Config
@@ -211,5 +211,6 @@ def test_every_event_of_a_run_is_defined() -> None:
     tally = Tally()
     tally.add(status=TrajectoryStatus.TRUNCATED_TIME, events={}, num_retries=1)
     of_tools = {"policy_error", "unknown_tool", "tool_timeout", "tool_output_truncated"}
-    events = {*tally.events, *of_tools, COMPLETION_CUT, STEP_CUT, LOST, RESTARTED, NOT_RESTARTED}
+    of_pool = {BEHIND, JOINED, LEFT, LOST, NOT_RESTARTED, RESTARTED, RETURNED}
+    events = {*tally.events, *of_tools, *of_pool, COMPLETION_CUT, STEP_CUT}
     assert not {event for event in events if f"`{event}`" not in page("metrics")}

@@ -14,7 +14,7 @@ from driftgym.sandboxes.engine_guard import Guard
 from driftgym.sandboxes.engine_process import EngineProcess
 
 PIECE_BYTES = 32 * 1024
-NUM_LOOKS = 20
+NUM_LOOKS = 8
 
 
 class FloodingEngine:
@@ -57,9 +57,7 @@ async def flooded(folder: Path) -> AsyncIterator[tuple[FloodingEngine, Engine]]:
 async def test_flood_before_the_first_question_is_not_kept(tmp_path: Path) -> None:
     async with flooded(tmp_path) as (played, engine):
         guard = Guard(name="box", write=lambda data: None, dead_man_s=60)
-        process = EngineProcess(
-            runner=Runner(engine=engine, container_id="2e", uid=1000, guard=guard), guard=guard
-        )
+        process = EngineProcess(runner=Runner(engine=engine, container_id="2e", uid=1000, guard=guard), guard=guard)
         await process.start(Command.checked(["yes"], cwd="/", env={}))
         assert played.num_looks > NUM_LOOKS
         assert played.num_bytes < 2_000_000

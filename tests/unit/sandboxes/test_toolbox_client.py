@@ -131,6 +131,19 @@ async def test_loss_ends_every_wait_and_tells_processes() -> None:
         await stream.client.call("ping", timeout_s=5)
 
 
+async def test_process_that_could_not_start_is_not_told_to_have_ended() -> None:
+    stream = Stream()
+    ended: list[str] = []
+    call = asyncio.ensure_future(stream.client.call("spawn", timeout_s=5, on_ended=lambda: ended.append("one")))
+    await asyncio.sleep(0)
+    stream.client.feed(frame({"id": 1, "error": "start", "message": "no process is to be had"}))
+    with pytest.raises(StartError):
+        await call
+    stream.client.feed(frame({"event": "ended", "key": 1}))
+    stream.client.lose("closed")
+    assert ended == []
+
+
 async def test_cancelled_call_has_the_box_kill_what_it_started() -> None:
     stream = Stream()
     call = asyncio.ensure_future(stream.client.call("exec", timeout_s=5))
