@@ -3,7 +3,8 @@
 Compared are, turn about in one run so that other load on the machine hits all alike: the embedded server (a process of
 its own, asked over HTTP, log-probs included), `model.generate` on the same batch, and transformers' continuous
 batching (`generate_batch`, log-probs included). Each figure is the median over the rounds; each ratio is the median of
-the rounds' own ratios.
+the rounds' own ratios. Beside the ratio of wall times stands that of CPU times, server and client added up, which other
+load on the machine changes less; budgets are held against wall times.
 
 - equal: 16 requests of equal length.
 - heavy tail: more requests, 16 at a time; most answers are short and a few are long. `generate` runs a batch until its
@@ -16,12 +17,14 @@ the rounds' own ratios.
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from driftgym.agents.generators.launch import GeneratorConfig, start_embedded
+from driftgym.agents.generators.launch import EmbeddedServer, GeneratorConfig
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.types import SamplingParams
 
@@ -82,21 +85,36 @@ class Plan:
     longest: int
 
 
-QUICK = Plan(rounds=3, equal_tokens=32, chunk_tokens=16, tail_rounds=1, num_tailed=32, longest=160)
-FULL = Plan(rounds=5, equal_tokens=192, chunk_tokens=64, tail_rounds=2, num_tailed=48, longest=384)
+TINY_TIMES = 4  # as many tokens: a run is to take long beside the cost of a request
+QUICK = Plan(rounds=3, equal_tokens=32, chunk_tokens=16, tail_rounds=1, num_tailed=32, longest=256)
+FULL = Plan(rounds=5, equal_tokens=192, chunk_tokens=64, tail_rounds=2, num_tailed=64, longest=512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What a run took."""
+
+    wall_s: float
+    cpu_s: float
 
 
 class Rivals:
     """One model, behind the embedded server and in this process."""
 
-    def __init__(self, model: Any, client: SGLangGenerator) -> None:
+    def __init__(self, model: Any, server: EmbeddedServer, client: SGLangGenerator) -> None:
         self._model = model
+        self._server = server
         self._client = client
         self._num_asked = 0
 
-    async def embedded(self, work: Work, *, chunk_tokens: int | None = None) -> float:
-        """Seconds that the server takes; at most 16 requests are with it at a time."""
-        started = time.perf_counter()
+    def clocks(self) -> Spent:
+        """Wall time, and the CPU time of this process and the server's."""
+        fields = Path(f"/proc/{self._server.pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+        server_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Spent(wall_s=time.perf_counter(), cpu_s=time.process_time() + server_s)
+
+    async def embedded(self, work: Work, *, chunk_tokens: int | None = None) -> None:
+        """By the server, over HTTP; at most 16 requests are with it at a time."""
         places = asyncio.Semaphore(BATCH)
 
         async def ask(prompt: Sequence[int], length: int) -> None:
@@ -104,7 +122,6 @@ class Rivals:
                 await self._ask(list(prompt), length, chunk_tokens=chunk_tokens or length)
 
         await asyncio.gather(*map(ask, work.prompts, work.lengths))
-        return time.perf_counter() - started
 
     async def _ask(self, prompt: list[int], length: int, *, chunk_tokens: int) -> None:
         while length > 0:
@@ -120,9 +137,8 @@ class Rivals:
             prompt = [*prompt, *completion.token_ids.tolist()]
             length -= len(completion.token_ids)
 
-    async def generate(self, work: Work) -> float:
-        """Seconds that `model.generate` takes, 16 requests a batch."""
-        started = time.perf_counter()
+    async def generate(self, work: Work) -> None:
+        """By `model.generate`, 16 requests a batch."""
         for first in range(0, len(work.prompts), BATCH):
             ids = torch.tensor(work.prompts[first : first + BATCH])
             longest = max(work.lengths[first : first + BATCH])
@@ -131,11 +147,9 @@ class Rivals:
                 attention_mask=torch.ones_like(ids),
                 generation_config=_sampling(max_new_tokens=longest, min_new_tokens=longest),
             )
-        return time.perf_counter() - started
 
-    async def continuous(self, work: Work) -> float:
-        """Seconds that transformers' continuous batching takes for requests of one length."""
-        started = time.perf_counter()
+    async def continuous(self, work: Work) -> None:
+        """By transformers' continuous batching, for requests of one length."""
         answers = self._model.generate_batch(
             [list(prompt) for prompt in work.prompts],
             generation_config=_sampling(max_new_tokens=work.lengths[0], eos_token_id=-1),
@@ -148,10 +162,8 @@ class Rivals:
             ),
             progress_bar=False,
         )
-        elapsed_s = time.perf_counter() - started
         if sum(len(answer.generated_tokens) for answer in answers.values()) != work.num_tokens:
             raise SystemExit("transformers' continuous batching lost tokens")
-        return elapsed_s
 
 
 def _sampling(**options: Any) -> GenerationConfig:
@@ -165,9 +177,9 @@ def random_prompts(count: int, *, num_tokens: int, vocab_size: int, seed: int) -
 
 
 def tailed_lengths(count: int, *, longest: int) -> list[int]:
-    """Pareto lengths of index 1.1 from 16 tokens on, cut at `longest`: half of them end before 31."""
+    """Pareto lengths of index 1.1 from 8 tokens on, cut at `longest`: half of them are at most 15."""
     shares = (np.random.default_rng(0).permutation(count) + 0.5) / count
-    return [int(min(longest, 16 * share ** (-1 / 1.1))) for share in shares]
+    return [int(min(longest, 8 * share ** (-1 / 1.1))) for share in shares]
 
 
 async def measure(shape: Mapping[str, int], *, plan: Plan) -> dict[str, float]:
@@ -183,16 +195,15 @@ async def measure(shape: Mapping[str, int], *, plan: Plan) -> dict[str, float]:
     model = Qwen3ForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        client = await start_embedded(
+        server = await EmbeddedServer.start(
             Path(folder),
             GeneratorConfig(max_batch_size=BATCH, max_context_tokens=MAX_CONTEXT_TOKENS),
             incarnation=1,
             policy_version=0,
             timeout_s=300.0,
-            close_timeout_s=10.0,
         )
-        async with client:
-            rivals = Rivals(model, client)
+        async with SGLangGenerator(server.url, incarnation=1, max_concurrency=BATCH, server=server) as client:
+            rivals = Rivals(model, server, client)
             return {
                 "num_parameters": float(model.num_parameters()),
                 **await _equal(rivals, plan, vocab_size=config.vocab_size),
@@ -206,8 +217,8 @@ async def _equal(rivals: Rivals, plan: Plan, *, vocab_size: int) -> dict[str, fl
         prompts = random_prompts(BATCH, num_tokens=PROMPT_TOKENS, vocab_size=vocab_size, seed=seed)
         return Work(prompts=prompts, lengths=[plan.equal_tokens] * BATCH)
 
-    async def in_slices(one: Work) -> float:
-        return await rivals.embedded(one, chunk_tokens=plan.chunk_tokens)
+    async def in_slices(one: Work) -> None:
+        await rivals.embedded(one, chunk_tokens=plan.chunk_tokens)
 
     runs = {
         "embedded": rivals.embedded,
@@ -215,13 +226,12 @@ async def _equal(rivals: Rivals, plan: Plan, *, vocab_size: int) -> dict[str, fl
         "slices": in_slices,
         "continuous": rivals.continuous,
     }
-    seconds = await turn_about(runs, work, rounds=plan.rounds)
-    num_tokens = work(0).num_tokens
+    spent = await turn_about(rivals, runs, work, rounds=plan.rounds)
     return {
-        **{f"equal_{name}_tokens_per_s": num_tokens / statistics.median(taken) for name, taken in seconds.items()},
-        "equal_embedded_to_generate": ratio(seconds["generate"], seconds["embedded"]),
-        "equal_continuous_to_generate": ratio(seconds["generate"], seconds["continuous"]),
-        "slices_to_whole": ratio(seconds["embedded"], seconds["slices"]),
+        **tokens_per_s("equal", spent, num_tokens=work(0).num_tokens),
+        **ratios("equal_embedded_to_generate", spent["generate"], spent["embedded"]),
+        **ratios("equal_continuous_to_generate", spent["generate"], spent["continuous"]),
+        **ratios("equal_slices_to_whole", spent["embedded"], spent["slices"]),
     }
 
 
@@ -233,10 +243,10 @@ async def _tailed(rivals: Rivals, plan: Plan, *, vocab_size: int) -> dict[str, f
         return Work(prompts=prompts, lengths=lengths)
 
     runs = {"embedded": rivals.embedded, "generate": rivals.generate}
-    seconds = await turn_about(runs, work, rounds=plan.tail_rounds, warms_up=False)
+    spent = await turn_about(rivals, runs, work, rounds=plan.tail_rounds, warms_up=False)
     return {
-        **{f"tail_{name}_tokens_per_s": sum(lengths) / statistics.median(taken) for name, taken in seconds.items()},
-        "tail_embedded_to_generate": ratio(seconds["generate"], seconds["embedded"]),
+        **tokens_per_s("tail", spent, num_tokens=sum(lengths)),
+        **ratios("tail_embedded_to_generate", spent["generate"], spent["embedded"]),
     }
 
 
@@ -246,36 +256,61 @@ async def _turns(rivals: Rivals, plan: Plan, *, vocab_size: int) -> dict[str, fl
     def work(seed: int) -> Work:
         return Work(prompts=random_prompts(1, num_tokens=768, vocab_size=vocab_size, seed=seed), lengths=[8])
 
-    async def second_turn(one: Work) -> float:
+    async def before(one: Work) -> None:
         await rivals.embedded(Work(prompts=[one.prompts[0][:736]], lengths=[1]))
-        return await rivals.embedded(one)
 
-    async def new_session(one: Work) -> float:
-        return await rivals.embedded(Work(prompts=[one.prompts[0][::-1]], lengths=one.lengths))
+    async def new_session(one: Work) -> None:
+        await rivals.embedded(Work(prompts=[one.prompts[0][::-1]], lengths=one.lengths))
 
-    seconds = await turn_about({"reused": second_turn, "anew": new_session}, work, rounds=2 * plan.rounds)
+    runs = {"first": before, "reused": rivals.embedded, "anew": new_session}
+    spent = await turn_about(rivals, runs, work, rounds=2 * plan.rounds, is_shared=True)
     return {
-        **{f"turn_{name}_ms": 1000 * statistics.median(taken) for name, taken in seconds.items()},
-        "turn_anew_to_reused": ratio(seconds["anew"], seconds["reused"]),
+        **{f"turn_{name}_ms": 1000 * _median_wall_s(spent[name]) for name in ("reused", "anew")},
+        **ratios("turn_anew_to_reused", spent["anew"], spent["reused"]),
     }
 
 
 async def turn_about(
-    runs: Mapping[str, Callable[[Work], Any]], work: Callable[[int], Work], *, rounds: int, warms_up: bool = True
-) -> dict[str, list[float]]:
-    """Seconds of each of `rounds` rounds; each run of each has prompts of its own. One round before may warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    rivals: Rivals,
+    runs: Mapping[str, Callable[[Work], Awaitable[None]]],
+    work: Callable[[int], Work],
+    *,
+    rounds: int,
+    warms_up: bool = True,
+    is_shared: bool = False,
+) -> dict[str, list[Spent]]:
+    """What each run took in each of `rounds` rounds. One round before may warm up.
+
+    Each run has prompts of its own, or, when `is_shared`, all runs of a round have the same.
+    """
+    spent: dict[str, list[Spent]] = {name: [] for name in runs}
     for number in range(-1 if warms_up else 0, rounds):
         for place, (name, run) in enumerate(runs.items()):
-            taken = await run(work(100 * (number + 1) + place))
+            one = work(100 * (number + 1) + (0 if is_shared else place))
+            before = rivals.clocks()
+            await run(one)
+            after = rivals.clocks()
             if number >= 0:
-                seconds[name].append(taken)
-    return seconds
+                spent[name].append(Spent(wall_s=after.wall_s - before.wall_s, cpu_s=after.cpu_s - before.cpu_s))
+    return spent
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the rounds' own ratios."""
-    return statistics.median(one / other for one, other in zip(above, below, strict=True))
+def tokens_per_s(name: str, spent: Mapping[str, Sequence[Spent]], *, num_tokens: int) -> dict[str, float]:
+    """Of each run, by its median wall time."""
+    return {f"{name}_{run}_tokens_per_s": num_tokens / _median_wall_s(taken) for run, taken in spent.items()}
+
+
+def ratios(name: str, above: Sequence[Spent], below: Sequence[Spent]) -> dict[str, float]:
+    """The medians of the rounds' own ratios, of wall and of CPU time."""
+    pairs = list(zip(above, below, strict=True))
+    return {
+        name: statistics.median(one.wall_s / other.wall_s for one, other in pairs),
+        f"{name}_cpu": statistics.median(one.cpu_s / max(other.cpu_s, 0.01) for one, other in pairs),
+    }
+
+
+def _median_wall_s(spent: Sequence[Spent]) -> float:
+    return statistics.median(each.wall_s for each in spent)
 
 
 def _budget(name: str, value: float, budget: float) -> dict[str, Any]:
@@ -291,9 +326,12 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)  # as the server
     plan = QUICK if arguments.quick else FULL
+    longer = dataclasses.replace(
+        plan, equal_tokens=TINY_TIMES * plan.equal_tokens, chunk_tokens=64, tail_rounds=3, num_tailed=96, longest=512
+    )
     figures = {}
-    for model, shape in (("small", SMALL), ("tiny", TINY)):
-        figures[model] = asyncio.run(measure(shape, plan=plan))
+    for model, shape, its_plan in (("small", SMALL, plan), ("tiny", TINY, longer)):
+        figures[model] = asyncio.run(measure(shape, plan=its_plan))
         for name, value in figures[model].items():
             print(f"{model}.{name}: {value:.4g}", flush=True)
     small = figures["small"]

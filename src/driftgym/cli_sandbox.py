@@ -74,8 +74,9 @@ def sandbox_reap(as_json: _Json = False) -> None:
     from driftgym.sandboxes.reaper import is_left_over, list_boxes, sweep
 
     async def reap(engine: Any) -> tuple[int, list[str]]:
+        orphans = {box.sandbox_id for box in await list_boxes(engine) if is_left_over(box)}
         num_removed = await sweep(engine)
-        return num_removed, [box.sandbox_id[:12] for box in await list_boxes(engine) if is_left_over(box)]
+        return num_removed, [box.sandbox_id[:12] for box in await list_boxes(engine) if box.sandbox_id in orphans]
 
     num_removed, left = _with_engine(reap)
     _print({"num_removed": num_removed, "num_left": len(left)}, text=f"{num_removed} boxes removed", as_json=as_json)

@@ -86,6 +86,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._states = torch.zeros(shape, dtype=dtype, device=device)
         self._placement = _Placement()
         self._padding_position = max_length
+        self._all_rows = torch.arange(num_slots, device=device)[:, None]
         super().__init__(
             layers=[
                 _SlotLayer(self._states[2 * layer], self._states[2 * layer + 1], self._placement)
@@ -98,15 +99,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
         The pass reads positions below `kv_length`; its mask says which of them each row may see.
         """
-        device = self._states.device
         place = self._placement
         if isinstance(rows, slice):
             place.rows = rows
-            place.row_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
+            place.row_index = self._all_rows[rows]
         else:
-            place.rows = torch.from_numpy(rows).to(device)
+            place.rows = torch.from_numpy(rows).to(self._states.device)
             place.row_index = place.rows[:, None]
-        place.positions = torch.where(positions < 0, self._padding_position, positions)
+        # A single token a row is never padding.
+        is_padded = positions.shape[1] > 1
+        place.positions = torch.where(positions < 0, self._padding_position, positions) if is_padded else positions
         place.kv_length = kv_length
 
     def copy_prefix(self, *, source: int, target: int, length: int) -> None:

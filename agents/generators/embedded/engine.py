@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from driftgym.agents.generators.embedded.cache import Rows
 from driftgym.agents.generators.embedded.model import ModelRunner
-from driftgym.agents.generators.embedded.prefill import prefill_groups, should_defer, unread_tokens
+from driftgym.agents.generators.embedded.prefill import newest_tokens, prefill_groups, should_defer, unread_tokens
 from driftgym.agents.generators.embedded.requests import (
     ABORTED,
     NOT_FINITE,
@@ -143,7 +143,7 @@ class Engine:
             self._admit()
         if self.num_running:
             rows = slice(0, self.num_running)
-            self._finish(self._sample(rows))
+            self._finish(self._sample(rows, *newest_tokens(self._slots, rows)))
         self._note_busy()
 
     def _note_busy(self) -> None:
@@ -234,14 +234,14 @@ class Engine:
         self._waiting.extendleft(reversed(deferred))
         # Rows move when one of them ends, so they end after the last pass.
         finished = [
-            self._sample(rows) for rows in prefill_groups(self._slots, first=first, max_tokens=self._max_prefill_tokens)
+            self._sample(rows, *unread_tokens(self._slots, rows))
+            for rows in prefill_groups(self._slots, first=first, max_tokens=self._max_prefill_tokens)
         ]
         if finished:
             self._finish(np.concatenate(finished))
 
-    def _sample(self, rows: Rows) -> NDArray[np.int64]:
-        """Runs `rows` through the model and gives each its next token. Returns the rows that end with it."""
-        token_ids, positions = unread_tokens(self._slots, rows)
+    def _sample(self, rows: Rows, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Runs what `rows` have to read through the model, and gives each its next token. Returns those that end."""
         logits = self._runner.forward(token_ids, positions, rows=rows, kv_length=int(positions.max()) + 1)
         state = self._slots.state[rows]
         drawn = draw_tokens(

@@ -26,7 +26,9 @@ class ModelRunner:
         self.model = model.eval()
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
+        self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.finfo(self._dtype).min
+        self._positions = torch.arange(max_context_tokens, device=self._device)
         config = model.config.get_text_config()
         check_attention(config, max_context_tokens)
         num_heads = config.num_attention_heads
@@ -63,10 +65,8 @@ class ModelRunner:
         ids = torch.from_numpy(token_ids).to(self._device)
         places = torch.from_numpy(positions).to(self._device)
         self.cache.place(rows, places, kv_length)
-        seen = torch.arange(kv_length, device=self._device)
-        # Finite: a padded query sees nothing, and must not become NaN.
-        mask = torch.zeros((), dtype=self._dtype, device=self._device)
-        mask = torch.where(seen <= places[:, :, None], mask, self._hidden)[:, None]
+        # Finite where hidden: a padded query sees nothing, and must not become NaN.
+        mask = torch.where(self._positions[:kv_length] <= places[:, :, None], self._visible, self._hidden)[:, None]
         # The cache goes by place: the name of that argument changes within transformers 5.
         output = self.model(ids, mask, places.clamp(min=0), self.cache, use_cache=True, logits_to_keep=num_logits)
         logits: torch.Tensor = output.logits[:, -num_logits:]

