@@ -87,7 +87,7 @@ class Plan:
 
 TINY_TIMES = 4  # as many tokens: a run is to take long beside the cost of a request
 QUICK = Plan(rounds=3, equal_tokens=32, chunk_tokens=16, tail_rounds=1, num_tailed=32, longest=256)
-FULL = Plan(rounds=5, equal_tokens=192, chunk_tokens=64, tail_rounds=2, num_tailed=64, longest=512)
+FULL = Plan(rounds=4, equal_tokens=128, chunk_tokens=64, tail_rounds=2, num_tailed=64, longest=512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +327,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as the server
     plan = QUICK if arguments.quick else FULL
     longer = dataclasses.replace(
-        plan, equal_tokens=TINY_TIMES * plan.equal_tokens, chunk_tokens=64, tail_rounds=3, num_tailed=96, longest=512
+        plan, equal_tokens=TINY_TIMES * plan.equal_tokens, chunk_tokens=64, tail_rounds=3, num_tailed=192, longest=256
     )
     figures = {}
     for model, shape, its_plan in (("small", SMALL, plan), ("tiny", TINY, longer)):

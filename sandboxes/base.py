@@ -84,7 +84,7 @@ class PoolConfig(Config):
     reuse: Literal["auto", "fresh", "reset"] = pydantic.Field(
         "auto",
         description="`fresh` gives every episode a new box, `reset` cleans and verifies the same one; `auto` resets "
-        "boxes whose root is read-only and whose commands do not run as root.",
+        "boxes of the engine's default runtime whose root is read-only and whose commands do not run as root.",
     )
     num_warm: int = pydantic.Field(2, ge=0, description="Boxes kept started and unused, ahead of the next request.")
     max_boxes: int = pydantic.Field(256, gt=0, description="Boxes at once, warm and leased.")

@@ -76,6 +76,7 @@ def toolbox_settings(spec: SandboxSpec, *, volumes: Sequence[str] = ()) -> dict[
         "uid": agent_uid(spec),
         "gid": agent_uid(spec),
         "root_capabilities": sorted(_ROOT_CAPABILITIES.values()) if spec.run_as_root else [],
+        "is_root_writable": not spec.read_only_root,
         "work_dir": "/work",
         "tmp_dir": "/tmp",
         "more_dirs": writable_folders(volumes),

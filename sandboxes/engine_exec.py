@@ -102,8 +102,10 @@ class Command:
             raise StartError(f"{_shown(argv)}: holds what is no text") from None
         if any("\0" in text for text in strings):
             raise StartError(f"{_shown(argv)}: embedded null byte")
-        if not argv or not argv[0] or any(not name or "=" in name for name in settings):
-            raise StartError(f"{_shown(argv)}: No such file or directory")
+        if not argv or not argv[0]:
+            raise StartError("cannot start: there is no program to start")
+        if any(not name or "=" in name for name in settings):
+            raise StartError("cannot start: a variable's name is empty, or holds '='")
         if max(sizes) > _MAX_STRING_BYTES or sum(sizes) + 9 * len(sizes) > _MAX_STRINGS_BYTES:
             raise StartError(f"{_shown(argv)}: Argument list too long")
         return cls(
@@ -114,7 +116,8 @@ class Command:
 
 
 def _shown(argv: Sequence[str]) -> str:
-    return argv[0][:100].encode("utf-8", "replace").decode() if argv else "cannot start"
+    shown = argv[0][:100].encode("utf-8", "replace").decode() if argv else ""
+    return shown or "cannot start"
 
 
 class Execution:

@@ -22,6 +22,8 @@ def reuse_of(spec: SandboxSpec, config: PoolConfig) -> Reuse:
 
     >>> reuse_of(SandboxSpec(), PoolConfig()), reuse_of(SandboxSpec(read_only_root=False), PoolConfig())
     ('reset', 'fresh')
+    >>> reuse_of(SandboxSpec(runtime="runsc"), PoolConfig())
+    'fresh'
     """
     hindrance = None
     if not spec.read_only_root:
@@ -30,7 +32,7 @@ def reuse_of(spec: SandboxSpec, config: PoolConfig) -> Reuse:
         hindrance = "run_as_root (commands could have changed what cleans and verifies the box)"
     if config.reuse == "reset" and hindrance:
         raise ConfigError(f"sandbox.pool.reuse: reset does not go with sandbox.spec.{hindrance}; take fresh or auto")
-    if config.reuse == "fresh" or hindrance:
+    if config.reuse == "fresh" or hindrance or (config.reuse == "auto" and spec.runtime is not None):
         return "fresh"
     return "reset"
 
@@ -58,10 +60,12 @@ class SandboxPool:
     - `reset`: its processes are killed, every place where files can be written is emptied, and both is verified, in
       milliseconds. For training, where thousands of episodes of the same kind follow each other. It needs a read-only
       root and commands that are not root's, so that all places that can be written are known and what cleans them is
-      out of the agent's reach; `auto` takes it then.
+      out of the agent's reach; `auto` takes it then, unless the spec names a runtime: a kernel of the box's own may
+      keep what nothing can verify (gVisor's keeps ports of connections that have ended).
     - `fresh`: each episode gets a new box, started ahead of it, and the old one is removed. It costs the engine a start
       and a removal per episode. For the evaluation of agents that are not trusted, where nothing that an earlier
-      one may have found should be left; and where a reset cannot be, which is where `auto` takes it.
+      one may have found should be left; and where a reset cannot be, or not be verified, which is where `auto` takes
+      it.
 
     A box is asked for a sign of life before it is handed out, and one that is dead is replaced. One into which a call
     failed is never handed out again. Requests are served in their order. The bounds on the number of boxes and on

@@ -12,18 +12,20 @@ from driftgym.sandboxes.process import ProcessSandbox
 
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_CONCURRENT_STARTS = 4
+_NEEDS_DOCKER = ("image", "dockerfile", "base", "runtime", "egress", "network", "run_as_root")
+"""What of a spec a process box cannot give, where it is not the default."""
 
 
 async def open_provider(config: SandboxConfig, *, say: Callable[[str], None], run_id: str = "") -> SandboxPool:
     """The pool of boxes that `config` asks for; it is a provider itself.
 
     `auto` takes Docker when an engine answers within two seconds and has the image of `config.spec`, and otherwise
-    processes of this machine. `docker` builds the image when it is missing, or pulls it where the spec allows that.
-    Where Docker is taken, boxes of dead owners are removed first.
+    processes of this machine, unless the spec names what these cannot give. `docker` builds the image when it is
+    missing, or pulls it where the spec allows that. Where Docker is taken, boxes of dead owners are removed first.
 
     Raises:
-        ConfigError: `docker` is asked for and there is no engine, or not the image; or boxes of `config.spec` are to
-            be reset, and cannot be, or never fit into the pool's memory.
+        ConfigError: `docker` is asked for, or needed, and there is no engine, or not the image; or boxes of
+            `config.spec` are to be reset, and cannot be, or never fit into the pool's memory.
     """
     check_pool(config.spec, config.pool)
     return SandboxPool(await _open_boxes(config, say=say, run_id=run_id), config.pool)
@@ -38,8 +40,19 @@ async def _open_boxes(config: SandboxConfig, *, say: Callable[[str], None], run_
     except ConfigError as error:
         if config.kind == "docker":
             raise
+        needs = [f"sandbox.spec.{name}" for name in _NEEDS_DOCKER if _is_named(config.spec, name)]
+        if needs:
+            raise ConfigError(
+                f"{needs[0]}: boxes that are processes of this machine cannot give it, and there are no Docker boxes: "
+                f"{str(error).removeprefix('sandbox.kind: ')}. Start Docker with the image (`make sandbox-engine`; "
+                f"sandbox.kind=docker builds or pulls it), or leave out {', '.join(needs)}"
+            ) from None
         say(f"boxes: processes of this machine (trusted code only), since {error}")
         return ProcessProvider()
+
+
+def _is_named(spec: SandboxSpec, name: str) -> bool:
+    return bool(getattr(spec, name) != SandboxSpec.model_fields[name].default)
 
 
 async def _open_docker(

@@ -72,6 +72,19 @@ def _writable(path: str, *, is_folder: bool = False) -> str:
     return where
 
 
+def _is_odd(env: Mapping[str, str]) -> bool:
+    return any(not name or "=" in name for name in env)
+
+
+def _reason(name: str, env: Mapping[str, str]) -> str:
+    """Why a command is not started."""
+    if not name:
+        return "cannot start: there is no program to start"
+    if _is_odd(env):
+        return "cannot start: a variable's name is empty, or holds '='"
+    return f"{name}: No such file or directory"
+
+
 def _read_folder(local: Path) -> dict[str, bytes | None]:
     """What is below a folder: the content of each file, None for each folder."""
     if not local.is_dir():
@@ -222,10 +235,10 @@ class ScriptedSandbox:
         name = argv[0] if argv else ""
         handler = self._commands.get(name)
         timed_out = False
-        outcome = Outcome(stderr=f"{name}: No such file or directory".encode(), exit_code=_NOT_FOUND)
+        outcome = Outcome(stderr=_reason(name, env or {}).encode("utf-8", "replace"), exit_code=_NOT_FOUND)
         try:
             async with asyncio.timeout(timeout_s):
-                if handler is not None:
+                if handler is not None and not _is_odd(env or {}):
                     result = handler(call)
                     outcome = await result if inspect.isawaitable(result) else result
         except TimeoutError:
@@ -249,8 +262,8 @@ class ScriptedSandbox:
         self._check_open()
         name = argv[0] if argv else ""
         handler = self._handlers.get(name)
-        if handler is None:
-            raise SandboxError(f"{name}: No such file or directory")
+        if handler is None or _is_odd(env or {}):
+            raise SandboxError(_reason(name, env or {}))
         process = ScriptedProcess(handler=handler)
         self._running.append(process)
         return process

@@ -6,6 +6,7 @@ object:
 
     uid, gid    the user that commands run as; null keeps the toolbox's own user (a local box, trusted code)
     root_capabilities  where uid is 0: the numbers of the capabilities that commands keep, of those the toolbox has
+    is_root_writable  whether files outside of the folders below can be changed
     work_dir    what "/work" means in a path
     tmp_dir     where temporary files go
     more_dirs   further folders that `reset` empties
@@ -78,7 +79,7 @@ class Toolbox:
         self.processes.kill_everything(is_for_sure=True)
         if self.is_local:
             for folder in (self.settings["tmp_dir"], self.settings["work_dir"]):
-                empty_folder(folder)
+                empty_folder(folder, os.geteuid())
                 os.rmdir(folder)
 
     def watch_signals(self) -> None:

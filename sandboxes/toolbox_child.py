@@ -4,7 +4,8 @@ Runs inside the box, beside `toolbox`: standard library only, Python 3.8 and lat
 
 To fork a Python process takes longer than most commands. So one child, the spare, is forked before it is needed: it has
 its pipes, its session and its place before the memory killer already, and waits, still as root, where no process of
-the agent's can reach it. It gives up its rights when its request has come, since they carry the request's tag.
+the agent's can reach it. It gives up its rights (`toolbox_rights`) when its request has come, since they carry the
+request's tag.
 """
 
 from __future__ import annotations
@@ -14,15 +15,8 @@ import resource
 import sys
 
 from driftgym.sandboxes.toolbox_files import clean_up, read_file, write_file
-from driftgym.sandboxes.toolbox_system import (
-    GROUP_BASE,
-    READ_BYTES,
-    TAG_NAME,
-    read_path,
-    resolve_path,
-    send_signal,
-    signal,
-)
+from driftgym.sandboxes.toolbox_rights import Rights
+from driftgym.sandboxes.toolbox_system import READ_BYTES, TAG_NAME, resolve_path, send_signal, signal
 from driftgym.sandboxes.toolbox_tree import pack, unpack
 from driftgym.sandboxes.toolbox_wire import decode
 
@@ -38,10 +32,9 @@ WARM_UP = b'{"id": 0, "op": "exec", "timeout_s": 1.0, "argv": ["sh", "-c", "true
 CONTROL, REPORT = 3, 4
 MAX_CLOSED = 4096
 CANNOT_START = 127
+INVALID = 22
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
-CAPABILITY_VERSION = 0x20080522
 
 
 class Forker:
@@ -49,7 +42,8 @@ class Forker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.libc = load_libc() if settings.get("is_local") or settings["uid"] == 0 else None
+        self.libc = load_libc() if settings.get("is_local") else None
+        self.rights = Rights(settings)
         self.limits = hard_limits(settings["limits"])
         settings["environment"] = base_environment(settings)
         self.pid = os.getpid()
@@ -141,7 +135,7 @@ class Forker:
         except OSError as error:
             os.write(REPORT, f"{error.filename or 'cannot start'}: {error.strerror}".encode("utf-8", "replace"))
         except BaseException as error:
-            os.write(REPORT, repr(error).encode("utf-8", "replace"))
+            os.write(REPORT, f"cannot start: {error or type(error).__name__}".encode("utf-8", "replace"))
         finally:
             os._exit(code)
 
@@ -150,12 +144,7 @@ class Forker:
         settings = self.settings
         if request["op"] == "spawn":  # its standard error is dropped, and its third pipe tells whether it started
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        if settings["uid"] is not None:
-            os.setgroups([GROUP_BASE + request["id"]])
-            os.setgid(settings["gid"])
-            os.setuid(settings["uid"])
-        if settings["uid"] == 0 and self.libc is not None:
-            keep_capabilities(self.libc, settings.get("root_capabilities", ()))
+        self.rights.give_up(request["op"], request["id"])
         os.chdir(resolve_path(settings["work_dir"], request.get("cwd", "/")))
         return BODIES[request["op"]](settings, request)
 
@@ -242,6 +231,10 @@ def replace_process(settings: dict[str, Any], request: dict[str, Any]) -> int:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and programs would inherit that
         signal.signal(number, signal.SIG_DFL)
     argv, variables = request["argv"], environment(settings, request)
+    if not argv or not argv[0]:
+        raise OSError(INVALID, "there is no program to start")
+    if any(not name or "=" in name for name in request.get("env", {})):
+        raise OSError(INVALID, "a variable's name is empty, or holds '='")
     program = argv[0]
     # Not os.execvpe, which imports a module at its first use: that takes longer than all the rest.
     folders = [""] if "/" in program else variables.get("PATH", os.defpath).split(":")
@@ -274,22 +267,6 @@ def load_libc() -> Any:
         return None
 
 
-def keep_capabilities(libc: Any, numbers: list[int]) -> None:
-    """Gives up every other capability. Under no-new-privileges, no program that root starts takes one back.
-
-    Raises OSError when that cannot be done.
-    """
-    import struct
-
-    status = read_path("/proc/self/status").split()
-    kept = int(status[status.index(b"CapPrm:") + 1], 16) & sum(1 << number for number in numbers)
-    low, high = kept & 0xFFFFFFFF, kept >> 32
-    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    sets = struct.pack("<6I", low, low, 0, high, high, 0)
-    if libc.capset(struct.pack("<Ii", CAPABILITY_VERSION, 0), sets) != 0:
-        raise OSError(1, "the capabilities of root cannot be given up")
-
-
 def write_path(path: str, data: bytes) -> None:
     """Writes to a file of /proc."""
     fd = os.open(path, os.O_WRONLY)
@@ -302,6 +279,11 @@ def in_box(settings: dict[str, Any], request: dict[str, Any]) -> str:
     return resolve_path(settings["work_dir"], request["path"])
 
 
+def own_uid(settings: dict[str, Any]) -> int:
+    """The user whose files a child works on."""
+    return os.geteuid() if settings["uid"] is None else settings["uid"]
+
+
 BODIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], int]] = {
     "exec": replace_process,
     "spawn": replace_process,
@@ -309,5 +291,5 @@ BODIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], int]] = {
     "write": lambda settings, request: write_file(in_box(settings, request)),
     "upload": lambda settings, request: unpack(in_box(settings, request)),
     "download": lambda settings, request: pack(in_box(settings, request), request["max_bytes"], request["max_files"]),
-    "reset": lambda settings, request: clean_up(settings["roots"]),
+    "reset": lambda settings, request: clean_up(settings["roots"], own_uid(settings)),
 }

@@ -120,12 +120,13 @@ def describe_roots(folders: list[str]) -> dict[str, list[int]]:
     return roots
 
 
-def clean_up(roots: dict[str, list[int]]) -> int:
-    """Empties the folders, and makes those of the agent's what they were."""
+def clean_up(roots: dict[str, list[int]], uid: int) -> int:
+    """Empties the folders, and makes those of the agent's user `uid` what they were."""
     try:
         for folder, state in roots.items():
-            empty_folder(folder)
-            restore_root(folder, state)
+            empty_folder(folder, uid)
+            if os.stat(folder).st_uid == uid:
+                restore_root(folder, state)
     except OSError as error:
         return report_error(error)
     return 0
@@ -133,8 +134,6 @@ def clean_up(roots: dict[str, list[int]]) -> int:
 
 def restore_root(folder: str, state: list[int]) -> None:
     """Takes off what its owner can have put on a folder itself, and sets its mode and times back."""
-    if os.stat(folder).st_uid != os.geteuid():
-        return
     for name in attribute_names(folder):
         os.removexattr(folder, name)
     restore_flags(folder)
@@ -188,9 +187,10 @@ def what_is_left(roots: dict[str, list[int]], is_local: bool) -> str:
     return ""
 
 
-def empty_folder(folder: str) -> None:
-    """Removes what is in a folder, however deep and whatever its permissions. Nothing else may be at work in it."""
-    if os.stat(folder).st_uid == os.geteuid():
+def empty_folder(folder: str, uid: int) -> None:
+    """Removes what is in a folder as its user `uid`, however deep and whatever the permissions. Nothing else may be
+    at work in it."""
+    if os.stat(folder).st_uid == uid:
         os.chmod(folder, 0o755)  # whoever owns it may have locked it
     os.chdir(folder)
     pending = [unlink_files()]

@@ -17,6 +17,7 @@ _MODULES = (
     "toolbox_system",
     "toolbox_files",
     "toolbox_tree",
+    "toolbox_rights",
     "toolbox_child",
     "toolbox_filter",
     "toolbox_io",

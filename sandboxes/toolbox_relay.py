@@ -31,6 +31,8 @@ TOTAL_WINDOW_BYTES = 192 * 1024
 """Less than makes the channel full, past which no command's output is taken."""
 CHUNK_BYTES = 32 * 1024
 SOCKET_BYTES = 128 * 1024
+NO_DESCRIPTOR = (23, 24, 105, 12)
+"""ENFILE, EMFILE, ENOBUFS, ENOMEM: another try fails at once too."""
 MAX_CONNECTIONS = 128
 """Further connections wait to be taken until one has ended."""
 
@@ -69,6 +71,7 @@ class Relay:
         self.listener.bind(("127.0.0.1", port))
         self.listener.listen(MAX_CONNECTIONS)
         self.listener.setblocking(False)
+        self.spare = self.listener.dup()
         self.listen()
 
     def listen(self) -> None:
@@ -78,15 +81,18 @@ class Relay:
             self.poller.on_readable(self.listener.fileno(), self.on_connection)
 
     def on_connection(self) -> None:
-        """Takes one connection; they are waited for no longer when there are as many as may be."""
+        """Takes one connection; they are waited for no longer when there are as many as may be, or descriptors."""
         try:
             reader = self.listener.accept()[0]
-        except OSError:  # it is gone already, or there is no descriptor for it
+        except OSError as error:  # it is gone already, or there is no descriptor for it
+            if error.errno in NO_DESCRIPTOR:
+                self.rest()
             return
         try:
             writer = reader.dup()
         except OSError:
             reader.close()
+            self.rest()
             return
         reader.setblocking(False)
         writer.setblocking(False)
@@ -97,8 +103,24 @@ class Relay:
         self.say("relay_open", connection)
         self.resume(connection)
         if len(self.connections) >= MAX_CONNECTIONS:
+            self.rest()
+
+    def rest(self) -> None:
+        """Takes no connection until one has ended: those that wait would wake it without end. Where there is none to
+        end, the one that waits is refused with the descriptor that is kept for it."""
+        if self.connections:
             self.is_listening = False
             self.poller.forget(self.listener.fileno())
+            return
+        self.spare.close()
+        try:  # noqa: SIM105 (contextlib costs milliseconds at each start)
+            self.listener.accept()[0].close()
+        except OSError:  # it is gone already
+            pass
+        try:  # noqa: SIM105
+            self.spare = self.listener.dup()
+        except OSError:  # the machine has none left; the next one that waits has another try
+            pass
 
     def say(self, event: str, connection: Connection, payload: bytes = b"", **fields: int) -> None:
         """Tells the owner."""

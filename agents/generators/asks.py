@@ -89,7 +89,7 @@ class Ask:
         self.slow: set[Member] = set()
         """Engines that were too slow for it."""
         self.error: GeneratorError | None = None
-        """Why the latest slice failed."""
+        """Why the latest slice failed; None once a token came after it."""
         self.under_way: Tenant | None = None
         """Its slice that an engine is writing."""
         self.waiter: asyncio.Future[Member] | None = None
@@ -136,6 +136,7 @@ class Ask:
         self.num_empty = 0
         self.last_version = int(part.policy_versions[-1])
         self.shunned.clear()
+        self.error = None
         self.settle(self.member)
 
     def settle(self, home: Member | None) -> None:

@@ -62,18 +62,21 @@ class EngineControls:
         self._traffic = traffic
         self._calls = calls or SGLangCalls()
         self._aside: set[asyncio.Task[None]] = set()
+        self._ordered = asyncio.Lock()  # a call that nobody waits for any more must not come after a later one
 
     async def halt(self, mode: PauseMode) -> None:
         """Stops decoding."""
-        self._traffic.halt(True)
-        await self._post(*self._calls.pause(mode))
+        async with self._ordered:
+            self._traffic.halt(True)
+            await self._post(*self._calls.pause(mode))
 
     async def go_on(self) -> None:
         """Goes on decoding."""
-        try:
-            await self._post(*self._calls.resume())
-        finally:
-            self._traffic.halt(False)
+        async with self._ordered:
+            try:
+                await self._post(*self._calls.resume())
+            finally:
+                self._traffic.halt(False)
 
     async def abort(self, request_id: str | None) -> None:
         """Ends one request, or all. Asks again where the engine had not seen the request yet."""

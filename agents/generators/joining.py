@@ -1,6 +1,7 @@
 """Engines join a pool and leave it, while it runs; a pause is for all of them."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -87,20 +88,27 @@ class Joining:
         finally:
             member.interrupt()
             closing = self._roster.drop(member)
+            self._roster.tell_left(member)
         await asyncio.wait((closing,))
-        self._roster.tell_left(member)
 
     async def pause(self) -> None:
-        """Stops all, and gives nobody a place."""
+        """Stops all, and gives nobody a place; lets all go on when it fails or is broken off."""
         self._is_paused = True
         self._places.hold(True)
-        await self._tell_all(lambda generator: generator.pause())
+        try:
+            await self._tell_all(lambda generator: generator.pause())
+        except BaseException:
+            with contextlib.suppress(GeneratorError):
+                await asyncio.shield(self.resume())
+            raise
 
     async def resume(self) -> None:
         """Lets all go on."""
         self._is_paused = False
-        await self._tell_all(lambda generator: generator.resume())
-        self._places.hold(self._is_paused)
+        try:
+            await self._tell_all(lambda generator: generator.resume())
+        finally:
+            self._places.hold(self._is_paused)
 
     async def _tell_all(self, call: Callable[[Generator], Awaitable[None]]) -> None:
         """Calls all engines that are in; one that fails is out. Raises GeneratorError when none is left."""

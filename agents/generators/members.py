@@ -5,6 +5,10 @@ from typing import Protocol
 
 from driftgym.agents.generators.base import Generator
 from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.errors import GeneratorError
+
+ABORT_S = 3.0
+"""An engine that was told to abort gives what it has within that, or is taken for hung."""
 
 
 class Tenant(Protocol):
@@ -14,8 +18,12 @@ class Tenant(Protocol):
         """Ends it here and now; what the engine wrote of it is lost."""
         ...
 
+    def expect_end(self) -> None:
+        """The engine was told to give what it has: interrupts it unless it does so within `ABORT_S`."""
+        ...
+
     async def hurry(self) -> None:
-        """Has the engine give what it has; an engine that does not is interrupted."""
+        """Has the engine give what it has; where it does not, it is interrupted."""
         ...
 
 
@@ -43,6 +51,7 @@ class Member:
         "name",
         "num_assigned",
         "num_bound",
+        "num_failed",
         "num_misses",
         "num_running",
         "outage",
@@ -91,6 +100,8 @@ class Member:
         """Requests under way whose latest token was written here."""
         self.num_misses = 0
         """Times in a row that it did not say how it stands."""
+        self.num_failed = 0
+        """Times in a row that it failed a request; those that come together are one."""
         self.seen_busy_s = 0.0
         """Its busy seconds, as far as the pool has counted them."""
         self.outage = ""
@@ -138,9 +149,22 @@ class Member:
             self.emptied.clear()
             await self.emptied.wait()
 
-    async def hurry(self) -> None:
-        """Has the slices that are under way here end soon, with what they have."""
-        await asyncio.gather(*(tenant.hurry() for tenant in tuple(self.tenants)))
+    async def hurry(self, *tenants: Tenant, request_id: str | None = None) -> None:
+        """Has slices that are under way here end soon, with what they have: one call ends the one or all.
+
+        Args:
+            tenants: whose request `request_id` is; none are all.
+            request_id: None is all.
+        """
+        hurried = tenants or tuple(self.tenants)
+        for tenant in hurried:
+            tenant.expect_end()
+        try:
+            async with asyncio.timeout(ABORT_S):
+                await self.generator.abort(request_id)
+        except (GeneratorError, TimeoutError):
+            for tenant in hurried:
+                tenant.interrupt()
 
     def interrupt(self) -> None:
         """Sends the slices that are under way here elsewhere, at once."""

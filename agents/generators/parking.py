@@ -8,6 +8,7 @@ from driftgym.agents.generators.asks import Ask
 from driftgym.agents.generators.places import Places
 from driftgym.agents.generators.restarts import Background
 from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.errors import GeneratorError
 
 PARKED: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("parked", default=None)
 """Runs while a request of this context is parked. Whoever bounds a request sets one, and moves its limit by as much:
@@ -57,7 +58,9 @@ class Parking:
         return min(ask.num_left, self._iteration_tokens - had)
 
     async def park(self, ask: Ask) -> None:
-        """Waits with `ask`, which gives its place back, until it goes on."""
+        """Waits with `ask`, which gives its place back, until it goes on. Raises GeneratorError after `close`."""
+        if self._places.is_closed:  # nobody would wake it
+            raise GeneratorError("the pool is closed")
         ask.settle(None)
         self._places.give_back(ask)
         self.num_parked += 1

@@ -73,10 +73,9 @@ class GeneratorPool:
             max_parked_s: a request waits at most so long for the next iteration, then goes on.
             idle_s: so do all that wait when the engines have had nothing else to do for so long.
             watch: how engines are watched; None takes the defaults.
-            restart: called for each of `generators` that is lost, again when it fails. None waits for lost ones to
-                come back.
+            restart: called for each of `generators` that is lost, again when it fails. None waits for their return.
             restart_timeout_s: bounds one call of `restart`, and one engine's catching up with the weights.
-            max_restarts: so many calls of `restart` in all; engines lost after them are not replaced.
+            max_restarts: so many calls of `restart` in all.
             on_event: told of every loss, return and replacement; by default they are logged.
         """
         if not generators:
@@ -176,16 +175,21 @@ class GeneratorPool:
             except GeneratorError as caught:
                 error = caught
                 self._parts.watch.look(member, error)
+                if time.monotonic() >= deadline_s:
+                    break
         raise error
 
     async def abort(self, request_id: str | None = None) -> None:
-        """As `Generator.abort`; also requests that wait or are parked return what they have."""
+        """As `Generator.abort`; also requests that wait or are parked."""
         named = [ask for ask in self._asks if request_id in (None, ask.request_id)]
         for ask in named:
             ask.is_aborted = True
             self._parts.places.wake(ask, GeneratorError("aborted"))
             self._parts.parking.wake(ask)
-        await asyncio.gather(*(ask.under_way.hurry() for ask in named if ask.under_way is not None))
+        if request_id is None:
+            await asyncio.gather(*(member.hurry() for member in self._parts.roster.members if member.tenants))
+        else:
+            await asyncio.gather(*(ask.under_way.hurry() for ask in named if ask.under_way is not None))
 
     def next_iteration(self) -> None:
         """Begins an iteration: requests that were parked go on, and each may get `iteration_tokens` more."""
@@ -209,6 +213,7 @@ class GeneratorPool:
 
         Raises:
             GeneratorError: none took the weights, and none caught up or was started in time.
+            ValueError: `keep_kv` without `in_flight`.
         """
         self._parts.watch.start()
         deadline_s = time.monotonic() + timeout_s

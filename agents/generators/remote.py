@@ -23,6 +23,8 @@ from driftgym.agents.generators.vocabulary import checked_ids
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, SamplingParams, WeightUpdate
 
+_UNKNOWN = "its weights are unknown since an update failed; update it"
+
 
 class OwnedServer(Protocol):
     """A server that a client started, and ends."""
@@ -104,6 +106,7 @@ class RemoteGenerator:
         self._updating = asyncio.Lock()
         self._is_paused = False
         self._is_unknown = False  # which weights it has: an update failed
+        self._is_loading = False  # an update has it stand still, and lets it go on when it ends
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,6 +136,8 @@ class RemoteGenerator:
                     reply = await self._wire.generate(ids, sampling, request_id=request_id)
             except NotSentError:
                 return empty_completion(request_id)
+        if request.is_void:
+            raise GeneratorError(f"{self.url}: request {request_id} is of unknown weights, since an update failed")
         completion = parse_answer(
             reply,
             request_id=request_id,
@@ -187,7 +192,7 @@ class RemoteGenerator:
     async def _sending(self, request_id: str) -> AsyncIterator[Request]:
         async with self._traffic.sending(request_id) as request:
             if self._is_unknown:
-                raise GeneratorError(f"{self.url}: its weights are unknown since an update failed; update it")
+                raise GeneratorError(f"{self.url}: {_UNKNOWN}")
             yield request
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -206,12 +211,13 @@ class RemoteGenerator:
             raise
 
     async def resume(self) -> None:
-        """As `Generator.resume`."""
+        """As `Generator.resume`. While it takes weights, decoding goes on when it has them."""
+        was_paused, self._is_paused = self._is_paused, False
         try:
-            await self._controls.go_on()
+            if not self._is_loading:
+                await self._controls.go_on()
         finally:
-            if self._is_paused:
-                self._is_paused = False
+            if was_paused:
                 self._traffic.release()
 
     async def update_weights(
@@ -243,6 +249,7 @@ class RemoteGenerator:
                 await self._traffic.empty()
                 await self._load(plan, version, kept_version=None)
                 return
+            self._is_loading = True
             pause: PauseMode = "abort" if mode == "abort_resume" else "retract" if kept is None else "in_place"
             try:
                 # An engine that its owner paused stands still already; only running requests are still to be ended.
@@ -250,28 +257,35 @@ class RemoteGenerator:
                     await self._controls.halt(pause)
                 await self._load(plan, version, kept_version=None if kept is None else kept.policy_version)
             finally:
+                self._is_loading = False
                 if not self._is_paused:
                     await asyncio.shield(self._controls.go_on())
 
     async def _load(self, plan: Mapping[str, Any], version: WeightVersion, *, kept_version: int | None) -> None:
         self._is_unknown = True
         self._traffic.updated(kept_version=kept_version)
-        await self._wire.take(plan, flushes=kept_version is None)
-        # The reply could come from a server that did nothing; what it now reports is what its tokens will carry.
-        reported = await self._info.reported_version()
-        if reported != str(version):
-            raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
-        await self._info.learn_from(str(plan["model_path"]))
+        try:
+            await self._wire.take(plan, flushes=kept_version is None)
+            # The reply could come from a server that did nothing; what it now reports is what its tokens will carry.
+            reported = await self._info.reported_version()
+            if reported != str(version):
+                raise GeneratorError(f"{self.url}: took weights {version} and reports {reported!r}")
+            await self._info.learn_from(str(plan["model_path"]))
+        except BaseException:
+            self._traffic.void()
+            raise
         self._is_unknown = False
 
     async def health(self) -> GeneratorHealth:
-        """As `Generator.health`.
+        """As `Generator.health`. After an update that failed, the version is not known, and it raises GeneratorError.
 
         Of a server that does not report `busy_s`, the seconds in which this client had a request under way.
         """
         async with self._controls.within_limit():
             version = await self._info.version()
             load = await self._info.load()
+        if self._is_unknown and not self._updating.locked():
+            raise GeneratorError(f"{self.url}: {_UNKNOWN}")
         return GeneratorHealth(
             version=version,
             num_running=load.num_running,

@@ -62,7 +62,10 @@ class Weights:
 
         Raises:
             GeneratorError: another update took all the time.
+            ValueError: `keep_kv` goes with `in_flight` alone.
         """
+        if keep_kv and mode != "in_flight":
+            raise ValueError(f"keep_kv goes with in_flight alone, not with {mode}")
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await self._updating.acquire()
@@ -108,6 +111,9 @@ class Weights:
                 await self._take(member, update, mode=mode, keep_kv=keep_kv, deadline_s=deadline_s)
             except GeneratorError as error:
                 self._roster.put_behind(member, error)
+            except BaseException:
+                self._roster.put_behind(member, GeneratorError(f"weights {update.policy_version} were broken off"))
+                raise
             else:
                 member.policy_version = update.policy_version
             finally:
@@ -137,6 +143,12 @@ class Weights:
                 await member.generator.update_weights(update, mode=mode, keep_kv=keep_kv, timeout_s=left_s)
         except TimeoutError:
             raise GeneratorError(f"weights {update.policy_version} were not taken in time") from None
+
+    def are_right(self, member: Member, version: WeightVersion) -> bool:
+        """Whether `version` is what `member` was given."""
+        update = self.latest_update
+        is_ours = update is None or version.incarnation == update.incarnation
+        return is_ours and version.policy_version == member.policy_version
 
     async def catch_up(self, member: Member) -> None:
         """Brings one that takes no slices to the latest weights.

@@ -93,7 +93,7 @@ class Roster:
 
     def lose(self, member: Member, error: GeneratorError) -> None:
         """It does not answer. One that can be replaced is given up; another one is asked until it answers again."""
-        if member not in self.members or (member.is_out and not member.is_replaceable):
+        if member not in self.members or member.is_leaving or (member.is_out and not member.is_replaceable):
             return
         member.outage = str(error)
         member.is_out = True
@@ -123,7 +123,7 @@ class Roster:
         if member not in self.members or not member.is_out or member.is_leaving:
             return
         member.is_out = False
-        member.num_misses = 0
+        member.num_misses = member.num_failed = 0
         member.epoch += 1
         self._on_event(RETURNED, f"generator {member.name} is back, with weights {member.policy_version}")
         self._on_change()

@@ -4,16 +4,15 @@ import asyncio
 from dataclasses import dataclass
 
 from driftgym.agents.generators.asks import Ask
-from driftgym.agents.generators.members import Member
+from driftgym.agents.generators.members import ABORT_S, Member
 from driftgym.agents.generators.parking import Parking
 from driftgym.agents.generators.places import Places
 from driftgym.agents.generators.restarts import Background
 from driftgym.agents.generators.watch import Watch
 from driftgym.errors import GeneratorError
-from driftgym.types import Completion
+from driftgym.types import Completion, FinishReason
 
 _GRACE_S = 1.0  # an engine's client keeps the deadline itself, and cleans up; past this it is cut off
-_ABORT_S = 3.0  # an engine that was told to abort gives what it has within that, or is taken for hung
 _MAX_EMPTY = 2
 _MAX_SHARES = 4.0
 _SHORTEST_WAIT_S = 0.2
@@ -73,7 +72,7 @@ class Slicer:
                     await self._parking.park(ask)
                     continue
                 member = await self._place(ask)
-                if member is None:
+                if member is None or ask.is_aborted:  # the abort may have come together with the place
                     continue
                 if last is not None and member is not last:
                     ask.num_moved += 1
@@ -83,7 +82,7 @@ class Slicer:
                     num_tokens = min(num_tokens, self._chunk_tokens)
                 part = await self._slice(ask, member, num_tokens)
                 if part is not None and self._is_last(ask, part, num_tokens):
-                    return ask.completion(part.finish_reason)
+                    return ask.completion(self._reason(ask, part))
             return ask.completion("abort")
         finally:
             ask.settle(None)
@@ -95,7 +94,8 @@ class Slicer:
 
     def is_too_slow(self, ask: Ask, member: Member) -> bool:
         """Whether the slice under way there, whose time is over, goes on elsewhere; counts it, and has it looked at."""
-        self._watch.look(member, GeneratorError(f"generation request {ask.request_id} takes long"))
+        slow = GeneratorError(f"generation request {ask.request_id} takes long")
+        self._watch.look(member, slow, has_failed=False)
         if not self._places.has_other(ask):
             return False
         ask.slow.add(member)
@@ -122,6 +122,10 @@ class Slicer:
         # An engine that stops short of what it was asked for, without a stop token, will not write more.
         return part.finish_reason == "stop" or ask.num_left < 1 or len(part.token_ids) < num_tokens
 
+    def _reason(self, ask: Ask, part: Completion) -> FinishReason:
+        """Why the answer ends with `part`. An engine may end a slice by itself after its last token."""
+        return "length" if part.finish_reason == "abort" and not ask.is_aborted else part.finish_reason
+
     def _note_unasked_abort(self, ask: Ask, part: Completion) -> None:
         ask.num_empty += not len(part.token_ids)
         if ask.num_empty > _MAX_EMPTY and ask.member is not None:
@@ -137,7 +141,7 @@ class Slicer:
         try:
             async with asyncio.timeout(ask.remaining_s + _GRACE_S) as limit:
                 with slice_.begin(limit):
-                    return await member.generator.generate(
+                    part = await member.generator.generate(
                         ask.prompt(),
                         ask.slice_sampling(num_tokens),
                         request_id=ask.wire_id,
@@ -145,6 +149,8 @@ class Slicer:
                         deadline_s=ask.deadline_s,
                         min_policy_version=ask.min_policy_version,
                     )
+                    member.num_failed = 0
+                    return part
         except GeneratorError as caught:
             error = caught
         except TimeoutError:
@@ -218,14 +224,13 @@ class _Slice:
             self.is_interrupted = True
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
+    def expect_end(self) -> None:
+        """See `Tenant`."""
+        self._timers.append(asyncio.get_running_loop().call_later(ABORT_S, self.interrupt))
+
     async def hurry(self) -> None:
         """See `Tenant`."""
-        self._timers.append(asyncio.get_running_loop().call_later(_ABORT_S, self.interrupt))
-        try:
-            async with asyncio.timeout(_ABORT_S):
-                await self._member.generator.abort(self._wire_id)
-        except (GeneratorError, TimeoutError):
-            self.interrupt()
+        await self._member.hurry(self, request_id=self._wire_id)
 
 
 def _slice_limit_s(ask: Ask, num_tokens: int) -> float:

@@ -37,6 +37,7 @@ class Request:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.is_aborted = False
+        self.is_void = False  # an update failed while it was under way: nobody knows which weights wrote it
         self.kept_version: int | None = None  # the oldest whose KV it goes on with, since an update that kept the cache
         self.cached_version: int | None = None  # the oldest whose KV was in the engine's cache when it was sent
         self.num_updates = 0  # that the engine had taken when it was sent
@@ -172,6 +173,11 @@ class Traffic:
         self._cached_version = older(self._cached_version, kept_version)
         for request in self._sent:
             request.kept_version = older(request.kept_version, self._cached_version)
+
+    def void(self) -> None:
+        """The engine has failed to take weights: what is under way there is of weights that nobody knows."""
+        for request in self._sent:
+            request.is_void = True
 
     def close(self) -> None:
         """Lets all go on that wait, now and later: what they ask next tells them."""

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from driftgym.agents.generators.base import WeightVersion
 from driftgym.agents.generators.members import Member
 from driftgym.agents.generators.restarts import Background
 from driftgym.agents.generators.roster import Roster
 from driftgym.errors import GeneratorError
 
 _LOOK_PAUSE_S = 0.1
+_LONGEST_DOUBT_S = 5.0
 _LONGEST_PAUSE_S = 60.0
 _MAX_CATCH_UPS = 3
 
@@ -46,29 +48,45 @@ class Watch:
         options: WatchOptions,
         background: Background,
         on_change: Callable[[], None],
+        are_right: Callable[[Member, WeightVersion], bool],
     ) -> None:
-        """Looks at nothing before `start`, but where a request fails."""
+        """Looks at nothing before `start`, but where a request fails.
+
+        Args:
+            roster: whose engines.
+            options: how often, and how patient.
+            background: where looks run.
+            on_change: called when an engine is doubted no more.
+            are_right: tells whether an engine has the weights that it should have.
+        """
         self._roster = roster
         self._options = options
         self._background = background
         self._on_change = on_change
+        self._are_right = are_right
         self._rounds: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def start(self) -> None:
         """Looks at all engines from now on, every `options.interval_s`; nothing happens when it does already."""
-        if self._rounds is None:
+        if self._rounds is None and not self._is_closed:
             self._rounds = asyncio.get_running_loop().create_task(self._go_round(), name="watch over generators")
 
     async def close(self) -> None:
         """Ends the rounds."""
+        self._is_closed = True
         if self._rounds is not None:
             self._rounds.cancel()
             await asyncio.wait((self._rounds,))
 
-    def look(self, member: Member, error: GeneratorError) -> None:
-        """Finds out at once whether an engine still lives, after `error`: one look for all that fail at once."""
+    def look(self, member: Member, error: GeneratorError, *, has_failed: bool = True) -> None:
+        """Finds out at once whether an engine still lives, after `error`: one look for all that fail at once.
+
+        An engine that says that it is well, and fails again and again, stays doubted for longer each time.
+        """
         if not member.is_in or (member.look is not None and not member.look.done()):
             return
+        member.num_failed += has_failed
         member.is_doubted = True
         member.look = self._background.start(self._look(member, error))
 
@@ -76,6 +94,8 @@ class Watch:
         try:
             while not await self._is_well(member, error) and member.is_in:  # noqa: ASYNC110  # it has no event
                 await asyncio.sleep(_LOOK_PAUSE_S)
+            if member.num_failed > 1:
+                await asyncio.sleep(min(_LOOK_PAUSE_S * 2 ** min(member.num_failed, 16), _LONGEST_DOUBT_S))
         finally:
             member.is_doubted = False
             self._on_change()
@@ -100,9 +120,9 @@ class Watch:
                 self._roster.lose(member, cause or _as_generator_error(error))
             return False
         member.num_misses = 0
-        has_lost_weights = health.version.policy_version < known == member.policy_version
-        if has_lost_weights and member.is_in and not member.is_updating:
-            reason = f"it has weights {health.version}, and was given {known}: it was started anew"
+        is_settled = known == member.policy_version and member.is_in and not member.is_updating
+        if is_settled and not self._are_right(member, health.version):
+            reason = f"it has weights {health.version}, and was given {known}: it is not ours alone, or began anew"
             self._roster.put_behind(member, GeneratorError(reason))
         return True
 

@@ -64,7 +64,13 @@ class PoolParts:
             is_coming=lambda: self.restarts.tasks.is_busy,
         )
         self.places = Places(self.roster)
-        self.watch = Watch(self.roster, options=options.watch, background=self.work, on_change=on_change)
+        self.watch = Watch(
+            self.roster,
+            options=options.watch,
+            background=self.work,
+            on_change=on_change,
+            are_right=lambda member, version: self.weights.are_right(member, version),
+        )
         self._add_weights(options, on_change)
         self._add_requests(options)
 

@@ -64,6 +64,8 @@ def sandbox_list(as_json: _Json = False) -> None:
         f"({'alive' if box.owner_is_alive else 'dead'})"
         for box in boxes
     )
+    if not boxes:
+        typer.echo("no boxes of driftgym's on this Docker engine", err=True)
     _print({"boxes": [dataclasses.asdict(box) for box in boxes]}, text="\n".join(lines), as_json=as_json)
 
 

@@ -35,7 +35,7 @@ class Limits(Config):
     )
     grade_s: float = pydantic.Field(60.0, gt=0, description="Grading one episode.")
     sandbox_start_s: float = pydantic.Field(60.0, gt=0, description="Starting one box.")
-    weight_update_s: float = pydantic.Field(120.0, gt=0, description="One generator taking new weights.")
+    weight_update_s: float = pydantic.Field(120.0, gt=0, description="All generators taking new weights.")
     learner_s: float = pydantic.Field(
         1800.0, gt=0, description="One call of the learner: a step, a warm-up, a checkpoint; then it is killed."
     )

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 import pytest_asyncio
 from docker_engine import busybox_image, open_docker, require_gvisor
-from sglang_server import SglangServer, open_sglang, sglang_python
-from vllm_server import SHAPE, VLLMServer, open_vllm, vllm_python
+from engine_server import EngineServer
+from sglang_server import open_sglang, sglang_python
+from vllm_server import SHAPE, open_vllm, vllm_python
 
 from driftgym.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
@@ -108,7 +109,7 @@ async def docker_provider() -> AsyncIterator[DockerProvider]:
 
 
 @pytest.fixture(scope="session")
-def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     """A real SGLang server on a tiny model, one for the whole session; it takes the weights of each test."""
     sglang_python()  # before a model is made
 
@@ -120,7 +121,7 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangSe
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     """A real vLLM server on a tiny model, one for the whole session; it takes the weights of each test."""
     vllm_python()  # before a model is made
 

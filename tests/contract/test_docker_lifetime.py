@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -112,6 +113,21 @@ def engine() -> Iterator[PrivateEngine]:
     """An engine on which whatever is left was left by the tests of this module."""
     with private_engine(BASE_IMAGE) as engine:
         yield engine
+
+
+def test_a_private_engine_leaves_no_control_groups(tmp_path: Path) -> None:
+    folder = tmp_path / f"driftgym-engine-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    engine = PrivateEngine(folder)
+    roots = [root for root in Path("/sys/fs/cgroup").glob("*") if (root / "cgroup.procs").exists()]
+    try:
+        for root in roots or [Path("/sys/fs/cgroup")]:
+            (root / folder.name / "a-box").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        pytest.skip(f"control groups cannot be made here: {error}")
+    assert engine.groups()
+    engine.remove()
+    assert engine.groups() == []
 
 
 @pytest_asyncio.fixture

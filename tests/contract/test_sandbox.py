@@ -32,6 +32,21 @@ async def test_missing_program_is_127_with_the_reason(box: Sandbox) -> None:
     assert "no-such-program" in result.stderr
 
 
+async def test_what_cannot_be_a_command_is_127_with_words(box: Sandbox) -> None:
+    for argv in ([], [""], ["", "x"]):
+        result = await box.exec(argv)
+        assert (result.exit_code, result.stdout) == (127, "")
+        assert result.stderr == "cannot start: there is no program to start"
+    for name in ("", "A=B"):
+        result = await box.exec(["true"], env={name: "x"})
+        assert (result.exit_code, result.stdout) == (127, "")
+        assert result.stderr == "cannot start: a variable's name is empty, or holds '='"
+    with pytest.raises(SandboxError, match="there is no program to start"):
+        await box.spawn([])
+    with pytest.raises(SandboxError, match="a variable's name is empty"):
+        await box.spawn(["cat"], env={"": "x"})
+
+
 async def test_stdin_and_env_reach_the_command(box: Sandbox) -> None:
     assert (await box.exec(["cat"], stdin=b"from outside")).stdout == "from outside"
     assert "COLOUR=blue" in (await box.exec(["env"], env={"COLOUR": "blue"})).stdout.splitlines()

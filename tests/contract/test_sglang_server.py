@@ -10,18 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rescore import greedy, rescore, rescore_kept, rescore_spans
-from sglang_server import SglangServer, open_sglang, sglang_python
+from engine_checks import (
+    check_aborts,
+    check_death,
+    check_given_up,
+    check_greedy,
+    check_kept_cache,
+    check_sampled,
+    check_scores,
+    check_unknown_ids,
+)
+from engine_server import EngineServer
+from live_engine import INCARNATION, ask, ask_all, prompts, until_running, weights
+from rescore import rescore, rescore_spans
+from sglang_server import open_sglang, sglang_python
 from tiny_models import VOCAB_SIZE, save_tiny_models
 
-from driftgym.agents.generators.base import Generator
 from driftgym.agents.generators.http import EngineHttp, EngineRefusedError
 from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.errors import ConfigError, GeneratorError
-from driftgym.types import SamplingParams, WeightUpdate
 
-INCARNATION = 3
 MAX_CONCURRENCY = 80
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def literal_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def literal_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     """A server that decodes no step ahead, and reports the model's log-probs whatever it samples at."""
     sglang_python()
     with open_sglang(
@@ -48,16 +57,6 @@ def literal_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory)
 
 def client(url: str) -> SGLangGenerator:
     return SGLangGenerator(url, incarnation=INCARNATION, max_concurrency=MAX_CONCURRENCY)
-
-
-def update(models: list[Path], version: int, **options) -> WeightUpdate:
-    return WeightUpdate(
-        policy_version=version,
-        incarnation=INCARNATION,
-        location=options.pop("location", str(models[version])),
-        checksum="sha256:0",
-        **options,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -81,90 +80,39 @@ async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIte
     is_real = request.param == "sglang"
     url = request.getfixturevalue("sglang_server").url if is_real else request.getfixturevalue("embedded_url")
     async with client(url) as made:
-        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
         yield made
 
 
 @pytest.fixture
-async def sglang(sglang_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
+async def sglang(sglang_server: EngineServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
     """The real one, with the weights of version 0."""
     async with client(sglang_server.url) as made:
-        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
         yield made
 
 
 @pytest.fixture
-async def literal(literal_server: SglangServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
+async def literal(literal_server: EngineServer, models: list[Path]) -> AsyncIterator[SGLangGenerator]:
     """The literal one, with the weights of version 0."""
     async with client(literal_server.url) as made:
-        await made.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
+        await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
         yield made
-
-
-def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB_SIZE, length).tolist() for length in rng.integers(3, 30, count)]
-
-
-def ask(
-    generator: Generator,
-    prompt: list[int],
-    *,
-    request_id: str,
-    max_tokens: int = 40,
-    temperature: float = 1.0,
-    timeout_s: float = 300.0,
-):
-    return generator.generate(
-        prompt,
-        SamplingParams(max_tokens=max_tokens, temperature=temperature),
-        request_id=request_id,
-        session_id=request_id,
-        deadline_s=time.monotonic() + timeout_s,
-    )
-
-
-def ask_all(generator: Generator, asked: list[list[int]], *, name: str, **options) -> list[asyncio.Task]:
-    return [
-        asyncio.create_task(ask(generator, prompt, request_id=f"{name}{index}", **options))
-        for index, prompt in enumerate(asked)
-    ]
-
-
-async def until_running(generator: Generator, count: int) -> None:
-    async with asyncio.timeout(60):
-        while (await generator.load()).num_running < count:  # noqa: ASYNC110  # polls what has no event
-            await asyncio.sleep(0.02)
 
 
 async def test_greedy_ids_are_those_of_transformers(engine: SGLangGenerator, models: list[Path]) -> None:
-    asked = prompts(12)
-    completions = await asyncio.gather(*ask_all(engine, asked, name="greedy", temperature=0.0))
-    expected = [greedy(models[0], prompt, num_tokens=40) for prompt in asked]
-    assert [completion.token_ids.tolist() for completion in completions] == expected
+    await check_greedy(engine, models[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_log_probs_are_those_that_the_trainer_finds(
     engine: SGLangGenerator, models: list[Path], temperature: float
 ) -> None:
-    asked = prompts(16, seed=1)
-    completions = await asyncio.gather(*ask_all(engine, asked, name="sampled", temperature=temperature))
-    deltas = [
-        np.abs(completion.logprobs - rescore(models[0], prompt, completion.token_ids.tolist(), temperature=temperature))
-        for prompt, completion in zip(asked, completions, strict=True)
-    ]
-    print(f"max |delta| at temperature {temperature}: {max(delta.max() for delta in deltas):.1e}")
-    assert max(delta.max() for delta in deltas) <= 1e-4
+    await check_sampled(engine, models[0], temperature=temperature)
 
 
 async def test_scores_are_those_that_the_trainer_finds(engine: SGLangGenerator, models: list[Path]) -> None:
-    for prompt in prompts(4, seed=2):
-        for num_given in (1, len(prompt) - 1):
-            scores = await engine.score(prompt, num_given=num_given, deadline_s=time.monotonic() + 60)
-            expected = rescore(models[0], prompt[:num_given], prompt[num_given:])
-            np.testing.assert_allclose(scores.logprobs, expected, atol=1e-4)
-            assert scores.version.policy_version == 0
+    await check_scores(engine, models[0], prompts(4, seed=2))
     for wrong, num_given in (([5], 1), ([5, VOCAB_SIZE], 1), ([5, 6], 0)):
         with pytest.raises(ValueError, match="prompt"):
             await engine.score(wrong, num_given=num_given, deadline_s=time.monotonic() + 60)
@@ -180,7 +128,7 @@ async def test_an_update_in_the_middle_of_64_answers(engine: SGLangGenerator, mo
     await until_running(engine, 64)
     for version in (1, 2):
         assert not any(task.done() for task in tasks)  # nothing was drained
-        await engine.update_weights(update(models, version), mode="in_flight", timeout_s=60)
+        await engine.update_weights(weights(models, version), mode="in_flight", timeout_s=60)
         assert (await engine.health()).version.policy_version == version
     completions = await asyncio.gather(*tasks)
     worst = 0.0
@@ -201,7 +149,7 @@ async def test_an_update_that_aborts(engine: SGLangGenerator, models: list[Path]
     tasks = ask_all(engine, asked, name="cut", max_tokens=400)
     await until_running(engine, 8)
     await asyncio.sleep(0.3)
-    await engine.update_weights(update(models, 1), mode="abort_resume", timeout_s=60)
+    await engine.update_weights(weights(models, 1), mode="abort_resume", timeout_s=60)
     for prompt, task in zip(asked, tasks, strict=True):
         first = await task
         assert first.finish_reason == "abort"
@@ -218,7 +166,7 @@ async def test_an_update_that_drains(engine: SGLangGenerator, models: list[Path]
     """Requests that come meanwhile wait, so that it ends however many come."""
     tasks = ask_all(engine, prompts(4, seed=5), name="old", max_tokens=200)
     await until_running(engine, 4)
-    updating = asyncio.create_task(engine.update_weights(update(models, 1), mode="drain", timeout_s=120))
+    updating = asyncio.create_task(engine.update_weights(weights(models, 1), mode="drain", timeout_s=120))
     await asyncio.sleep(0.1)
     late = ask_all(engine, prompts(4, seed=6), name="new")
     await updating
@@ -232,27 +180,8 @@ async def test_an_update_that_keeps_the_cache(kind: str, models: list[Path], req
     is_real = kind == "sglang"
     url = request.getfixturevalue("literal_server").url if is_real else request.getfixturevalue("embedded_url")
     async with client(url) as engine:
-        await engine.update_weights(update(models, 0), mode="drain", timeout_s=60)
-        asked = prompts(8, seed=7)
-        tasks = ask_all(engine, asked, name="kept", max_tokens=400)
-        await until_running(engine, 8)
-        await engine.update_weights(update(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
-        for prompt, task in zip(asked, tasks, strict=True):
-            completion = await task
-            assert len(completion.token_ids) == 400
-            assert set(completion.policy_versions.tolist()) == {0, 1}
-            assert completion.kv_min_policy_version == 0
-            expected = rescore_kept(models[0], models[1], prompt, completion)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
-        # The next turn finds its prompt in the cache, as the older weights wrote it.
-        following = [*asked[0], *tasks[0].result().token_ids.tolist(), 7]
-        assert (await ask(engine, following, request_id="turn 2")).kv_min_policy_version == 0
-        scores = await engine.score(following, num_given=3, deadline_s=time.monotonic() + 60)
-        np.testing.assert_allclose(scores.logprobs, rescore(models[1], following[:3], following[3:]), atol=1e-3)
-        await engine.update_weights(update(models, 2), mode="in_flight", timeout_s=60)
-        fresh = await ask(engine, following, request_id="turn 3")
-        assert fresh.kv_min_policy_version is None
-        np.testing.assert_allclose(fresh.logprobs, rescore(models[2], following, fresh.token_ids.tolist()), atol=1e-3)
+        await engine.update_weights(weights(models, 0), mode="drain", timeout_s=60)
+        await check_kept_cache(engine, models, max_tokens=400)
 
 
 async def test_a_pause_loses_nothing(engine: SGLangGenerator, models: list[Path]) -> None:
@@ -280,53 +209,27 @@ async def test_a_pause_loses_nothing(engine: SGLangGenerator, models: list[Path]
 
 async def test_an_abort_ends_the_request_that_it_names(engine: SGLangGenerator, models: list[Path]) -> None:
     """And none whose id begins with the same letters."""
-    tasks = {
-        name: asyncio.create_task(ask(engine, [5, 6, 7], request_id=name, max_tokens=300)) for name in ("r1", "r10")
-    }
-    await until_running(engine, 2)
-    await asyncio.sleep(0.2)
-    await engine.abort("r1")
-    cut = await tasks["r1"]
-    assert cut.finish_reason == "abort"
-    assert 0 < len(cut.token_ids) < 300
-    np.testing.assert_allclose(cut.logprobs, rescore(models[0], [5, 6, 7], cut.token_ids.tolist()), atol=1e-3)
-    assert len((await tasks["r10"]).token_ids) == 300
-    tasks = {name: asyncio.create_task(ask(engine, [5, 6], request_id=name, max_tokens=450)) for name in ("a", "b")}
-    await asyncio.sleep(0)
-    await engine.abort()  # before the engine can have seen them
-    assert {(await task).finish_reason for task in tasks.values()} == {"abort"}
+    await check_aborts(engine, models[0], max_tokens=300)
 
 
 async def test_a_request_that_nobody_waits_for_is_ended(engine: SGLangGenerator) -> None:
-    task = asyncio.create_task(ask(engine, [5, 6, 7], request_id="given up", max_tokens=450))
-    await until_running(engine, 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    with pytest.raises(GeneratorError, match="deadline"):
-        await ask(engine, [5, 6, 7], request_id="late", max_tokens=450, timeout_s=0.3)
-    async with asyncio.timeout(20):
-        while (await engine.load()).num_running:  # noqa: ASYNC110  # polls what has no event
-            await asyncio.sleep(0.05)
+    await check_given_up(engine, max_tokens=450)
 
 
 async def test_ids_that_the_model_does_not_know_are_never_sent(engine: SGLangGenerator) -> None:
     """A real server ends by them."""
-    for ids in ([VOCAB_SIZE], [5, 2**31], [-1], []):
-        with pytest.raises(ValueError, match="prompt"):
-            await ask(engine, ids, request_id="unknown")
-    assert len((await ask(engine, [5], request_id="known")).token_ids) == 40
+    await check_unknown_ids(engine)
 
 
 async def test_weights_that_are_refused_leave_no_tokens_of_unknown_weights(
     engine: SGLangGenerator, models: list[Path], tmp_path: Path
 ) -> None:
-    wrong = update(models, 1, location=str(tmp_path / "nowhere"))
+    wrong = weights(models, 1, location=str(tmp_path / "nowhere"))
     with pytest.raises(GeneratorError):
         await engine.update_weights(wrong, mode="in_flight", timeout_s=60)
     with pytest.raises(GeneratorError, match="unknown"):
         await ask(engine, [5], request_id="between")
-    await engine.update_weights(update(models, 1), mode="in_flight", timeout_s=60)
+    await engine.update_weights(weights(models, 1), mode="in_flight", timeout_s=60)
     assert set((await ask(engine, [5], request_id="after")).policy_versions.tolist()) == {1}
 
 
@@ -344,7 +247,7 @@ async def test_log_probs_before_the_temperature_are_refused(literal: SGLangGener
 async def test_a_server_that_decodes_ahead_cannot_keep_its_cache(sglang: SGLangGenerator, models: list[Path]) -> None:
     """It would call the first token of the new weights one that the old ones wrote."""
     with pytest.raises(GeneratorError, match="disable-overlap-schedule"):
-        await sglang.update_weights(update(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
+        await sglang.update_weights(weights(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
     assert set((await ask(sglang, [5], request_id="old")).policy_versions.tolist()) == {0}
 
 
@@ -352,7 +255,9 @@ async def test_a_server_that_decodes_ahead_cannot_keep_its_cache(sglang: SGLangG
 @pytest.mark.parametrize("kind", ["delta", "lora"])
 async def test_weights_of_kinds_that_it_does_not_take(sglang: SGLangGenerator, models: list[Path], kind: str) -> None:
     with pytest.raises(GeneratorError, match="full weights alone"):
-        await sglang.update_weights(update(models, 1, kind=kind, base_policy_version=0), mode="in_flight", timeout_s=60)
+        await sglang.update_weights(
+            weights(models, 1, kind=kind, base_policy_version=0), mode="in_flight", timeout_s=60
+        )
     assert set((await ask(sglang, [5], request_id="old")).policy_versions.tolist()) == {0}
 
 
@@ -375,16 +280,8 @@ async def test_the_wrong_form_of_an_update(sglang: SGLangGenerator, models: list
 
 
 @pytest.mark.sglang
-async def test_a_server_that_dies(literal_server: SglangServer, models: list[Path]) -> None:
+async def test_a_server_that_dies(literal_server: EngineServer, models: list[Path]) -> None:
     """All that is under way fails at once. The last test of this server."""
     async with client(literal_server.url) as generator:
-        await generator.update_weights(update(models, 0), mode="in_flight", timeout_s=60)
-        tasks = ask_all(generator, prompts(20, seed=9), name="lost", max_tokens=450, timeout_s=3600)
-        await until_running(generator, 20)
-        literal_server.kill()
-        async with asyncio.timeout(30):
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(error) for error in ended] == [GeneratorError] * 20
-            for asked in (generator.health(), generator.load(), ask(generator, [5], request_id="after")):
-                with pytest.raises(GeneratorError):
-                    await asked
+        await generator.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
+        await check_death(generator, literal_server, max_tokens=450)

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_checks import (
+    check_aborts,
+    check_death,
+    check_given_up,
+    check_greedy,
+    check_kept_cache,
+    check_sampled,
+    check_scores,
+    check_unknown_ids,
+)
+from engine_server import EngineServer
 from live_engine import INCARNATION, ask, ask_all, prompts, until_running, weights
-from rescore import greedy, rescore, rescore_kept, rescore_spans
+from rescore import rescore, rescore_spans
 from tiny_models import VOCAB_SIZE, save_tiny_models, save_tiny_tokenizer
-from vllm_server import MAX_RUNNING_REQUESTS, SHAPE, VLLMServer, open_vllm, vllm_python
+from vllm_server import MAX_RUNNING_REQUESTS, SHAPE, open_vllm, vllm_python
 
 from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.vllm import VLLMGenerator
@@ -27,19 +38,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def plain_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+def plain_server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     """A server as it starts by default: it reports no versions, and log-probs of before the temperature."""
     save_tiny_tokenizer(models[0])
     with open_vllm(models[0], log=tmp_path_factory.mktemp("plain") / "log", flags=()) as server:
         yield server
 
 
-def client(server: VLLMServer) -> VLLMGenerator:
+def client(server: EngineServer) -> VLLMGenerator:
     return VLLMGenerator(server.url, incarnation=INCARNATION, max_concurrency=MAX_RUNNING_REQUESTS)
 
 
 @pytest.fixture
-async def engine(vllm_server: VLLMServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
+async def engine(vllm_server: EngineServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
     """With the weights of version 0."""
     async with client(vllm_server) as made:
         await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=120)
@@ -47,7 +58,7 @@ async def engine(vllm_server: VLLMServer, models: list[Path]) -> AsyncIterator[V
 
 
 @pytest.fixture
-async def plain(plain_server: VLLMServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
+async def plain(plain_server: EngineServer, models: list[Path]) -> AsyncIterator[VLLMGenerator]:
     """With the weights of version 0."""
     async with client(plain_server) as made:
         await made.update_weights(weights(models, 0), mode="in_flight", timeout_s=120)
@@ -55,34 +66,19 @@ async def plain(plain_server: VLLMServer, models: list[Path]) -> AsyncIterator[V
 
 
 async def test_greedy_ids_are_those_of_transformers(engine: VLLMGenerator, models: list[Path]) -> None:
-    asked = prompts(12)
-    completions = await asyncio.gather(*ask_all(engine, asked, name="greedy", temperature=0.0))
-    expected = [greedy(models[0], prompt, num_tokens=40) for prompt in asked]
-    assert [completion.token_ids.tolist() for completion in completions] == expected
+    await check_greedy(engine, models[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_log_probs_are_those_that_the_trainer_finds(
     engine: VLLMGenerator, models: list[Path], temperature: float
 ) -> None:
-    asked = prompts(16, seed=1)
-    completions = await asyncio.gather(*ask_all(engine, asked, name="sampled", temperature=temperature))
-    deltas = [
-        np.abs(completion.logprobs - rescore(models[0], prompt, completion.token_ids.tolist(), temperature=temperature))
-        for prompt, completion in zip(asked, completions, strict=True)
-    ]
-    print(f"max |delta| at temperature {temperature}: {max(delta.max() for delta in deltas):.1e}")
-    assert max(delta.max() for delta in deltas) <= 1e-4
+    completions = await check_sampled(engine, models[0], temperature=temperature)
     assert len({tuple(completion.token_ids[:8]) for completion in completions}) == 16
 
 
 async def test_scores_are_those_that_the_trainer_finds(engine: VLLMGenerator, models: list[Path]) -> None:
-    for prompt in [*prompts(3, seed=2), [5, VOCAB_SIZE - 1, 0]]:
-        for num_given in (1, len(prompt) - 1):
-            scores = await engine.score(prompt, num_given=num_given, deadline_s=time.monotonic() + 60)
-            expected = rescore(models[0], prompt[:num_given], prompt[num_given:])
-            np.testing.assert_allclose(scores.logprobs, expected, atol=1e-4)
-            assert scores.version.policy_version == 0
+    await check_scores(engine, models[0], [*prompts(3, seed=2), [5, VOCAB_SIZE - 1, 0]])
 
 
 async def test_stop_tokens_and_the_seed(engine: VLLMGenerator) -> None:
@@ -152,64 +148,20 @@ async def test_an_update_that_drains(engine: VLLMGenerator, models: list[Path]) 
 
 async def test_an_update_that_keeps_the_cache(engine: VLLMGenerator, models: list[Path]) -> None:
     """Tokens after it rest on KV of older weights until the cache is dropped, and completions say so."""
-    asked = prompts(8, seed=7)
-    tasks = ask_all(engine, asked, name="kept", max_tokens=500)
-    await until_running(engine, 8)
-    await engine.update_weights(weights(models, 1), mode="in_flight", keep_kv=True, timeout_s=60)
-    for prompt, task in zip(asked, tasks, strict=True):
-        completion = await task
-        assert len(completion.token_ids) == 500
-        assert set(completion.policy_versions.tolist()) == {0, 1}
-        assert completion.kv_min_policy_version == 0
-        expected = rescore_kept(models[0], models[1], prompt, completion)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
-    # The next turn finds its prompt in the cache, as the older weights wrote it.
-    following = [*asked[0], *tasks[0].result().token_ids.tolist(), 7]
-    assert (await ask(engine, following, request_id="turn 2")).kv_min_policy_version == 0
-    scores = await engine.score(following, num_given=3, deadline_s=time.monotonic() + 60)
-    np.testing.assert_allclose(scores.logprobs, rescore(models[1], following[:3], following[3:]), atol=1e-3)
-    await engine.update_weights(weights(models, 2), mode="in_flight", timeout_s=60)
-    fresh = await ask(engine, following, request_id="turn 3")
-    assert fresh.kv_min_policy_version is None
-    np.testing.assert_allclose(fresh.logprobs, rescore(models[2], following, fresh.token_ids.tolist()), atol=1e-3)
+    await check_kept_cache(engine, models, max_tokens=500)
 
 
 async def test_an_abort_ends_the_request_that_it_names(engine: VLLMGenerator, models: list[Path]) -> None:
-    tasks = {
-        name: asyncio.create_task(ask(engine, [5, 6, 7], request_id=name, max_tokens=900)) for name in ("r1", "r10")
-    }
-    await until_running(engine, 2)
-    await engine.abort("r1")
-    cut = await tasks["r1"]
-    assert cut.finish_reason == "abort"
-    assert 0 < len(cut.token_ids) < 900
-    np.testing.assert_allclose(cut.logprobs, rescore(models[0], [5, 6, 7], cut.token_ids.tolist()), atol=1e-3)
-    assert len((await tasks["r10"]).token_ids) == 900
-    tasks = {name: asyncio.create_task(ask(engine, [5, 6], request_id=name, max_tokens=900)) for name in ("a", "b")}
-    await asyncio.sleep(0)
-    await engine.abort()  # before the engine can have seen them
-    assert {(await task).finish_reason for task in tasks.values()} == {"abort"}
+    await check_aborts(engine, models[0], max_tokens=900)
 
 
 async def test_a_request_that_nobody_waits_for_is_ended(engine: VLLMGenerator) -> None:
-    task = asyncio.create_task(ask(engine, [5, 6, 7], request_id="given up", max_tokens=900))
-    await until_running(engine, 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    with pytest.raises(GeneratorError, match="deadline"):
-        await ask(engine, [5, 6, 7], request_id="late", max_tokens=900, timeout_s=0.2)
-    async with asyncio.timeout(20):
-        while (await engine.load()).num_running:  # noqa: ASYNC110  # polls what has no event
-            await asyncio.sleep(0.05)
+    await check_given_up(engine, max_tokens=900)
 
 
 async def test_ids_that_the_model_does_not_know_are_never_sent(engine: VLLMGenerator) -> None:
     """A server without a tokenizer reads beyond its embeddings, or ends."""
-    for ids in ([VOCAB_SIZE], [5, 2**31], [-1], []):
-        with pytest.raises(ValueError, match="prompt"):
-            await ask(engine, ids, request_id="unknown")
-    assert len((await ask(engine, [5], request_id="known")).token_ids) == 40
+    await check_unknown_ids(engine)
 
 
 async def test_weights_that_are_not_there_are_not_asked_for(
@@ -256,16 +208,8 @@ async def test_a_server_that_reports_no_versions(plain: VLLMGenerator, models: l
     assert set((await ask(plain, prompt, request_id="new")).policy_versions.tolist()) == {1}
 
 
-async def test_a_server_that_dies(plain_server: VLLMServer, models: list[Path]) -> None:
+async def test_a_server_that_dies(plain_server: EngineServer, models: list[Path]) -> None:
     """All that is under way fails at once. The last test of this server."""
     async with client(plain_server) as generator:
         await generator.update_weights(weights(models, 0), mode="in_flight", timeout_s=60)
-        tasks = ask_all(generator, prompts(20, seed=9), name="lost", max_tokens=900, timeout_s=3600)
-        await until_running(generator, 20)
-        plain_server.kill()
-        async with asyncio.timeout(30):
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(error) for error in ended] == [GeneratorError] * 20
-            for asked in (generator.health(), generator.load(), ask(generator, [5], request_id="after")):
-                with pytest.raises(GeneratorError):
-                    await asked
+        await check_death(generator, plain_server, max_tokens=900)

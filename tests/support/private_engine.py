@@ -115,6 +115,11 @@ class PrivateEngine:
                     found.append(int(entry.parent.name))
         return found
 
+    def groups(self) -> list[Path]:
+        """The folders of its control groups: one, or one per controller of the older kind."""
+        root = Path("/sys/fs/cgroup")
+        return [*root.glob(self._folder.name), *root.glob(f"*/{self._folder.name}")]
+
     def send(self, number: signal.Signals) -> None:
         """Signals the engine alone: what supervises its containers is other processes."""
         assert self._process is not None
@@ -139,6 +144,7 @@ class PrivateEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._unmount()
+        self._remove_groups()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _pids(self) -> list[int]:
@@ -149,6 +155,18 @@ class PrivateEngine:
                 if str(self._folder).encode() in entry.read_bytes():
                     found.append(int(entry.parent.name))
         return [pid for pid in found if pid != os.getpid()]
+
+    def _remove_groups(self) -> None:
+        """Removes the control groups of its containers, which the kernel may hold until their processes are gone."""
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while left := self.groups():
+            for root in left:
+                for folder, _, _ in os.walk(root, topdown=False):
+                    with contextlib.suppress(OSError):
+                        os.rmdir(folder)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"control groups of a private dockerd cannot be removed: {left}")
+            time.sleep(_PAUSE_S)
 
     def _unmount(self) -> None:
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]

@@ -4,20 +4,12 @@ Its Python is named by DRIFTGYM_VLLM_PYTHON, or is that of `.vllm-venv`, which `
 Where there is none, tests are skipped, and fail where DRIFTGYM_REQUIRE names `vllm`.
 """
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
-import pytest
+from engine_server import ROOT, EngineServer, engine_python, open_engine_server
 
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 400.0
 MAX_RUNNING_REQUESTS = 80
 SHAPE = {"head_dim": 32, "is_tied": False}
@@ -44,59 +36,14 @@ _VARIABLES = {
 }
 
 
-class VLLMServer:
-    """A server that runs."""
-
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
-        self._process = process
-        self.url = url
-        self._log = log
-
-    @property
-    def is_alive(self) -> bool:
-        """True while its first process runs."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """Ends all its processes at once, as `kill -9` does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def last_lines(self) -> str:
-        """What it wrote last."""
-        self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-20:])
-
-    def wait_until_healthy(self, timeout_s: float) -> None:
-        """Fails the test when it dies before, or is not ready within `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while not self._is_healthy():
-            if not self.is_alive or time.monotonic() > deadline:
-                pytest.fail(f"the vLLM server did not start:\n{self.last_lines()}")
-            time.sleep(0.5)
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except OSError:
-            return False
-
-
 def vllm_python() -> Path:
     """The Python that has vLLM; skips the test, or fails it, where there is none."""
-    python = Path(os.environ.get("DRIFTGYM_VLLM_PYTHON") or ROOT / ".vllm-venv" / "bin" / "python")
-    if not python.exists():
-        reason = f"no vLLM at {python}: see tests/vllm_server/README.md, or name its Python in DRIFTGYM_VLLM_PYTHON"
-        if "vllm" in os.environ.get("DRIFTGYM_REQUIRE", "").split(","):
-            pytest.fail(f"DRIFTGYM_REQUIRE names vllm: {reason}")
-        pytest.skip(reason)
-    return python
+    return engine_python("vllm", how="see tests/vllm_server/README.md")
 
 
-@contextlib.contextmanager
-def open_vllm(model_folder: Path, *, log: Path, flags: Sequence[str] = AS_DOCUMENTED) -> Iterator[VLLMServer]:
+def open_vllm(
+    model_folder: Path, *, log: Path, flags: Sequence[str] = AS_DOCUMENTED
+) -> AbstractContextManager[EngineServer]:
     """A server on the model in `model_folder`; its weights have no version until it is given some.
 
     Args:
@@ -104,31 +51,6 @@ def open_vllm(model_folder: Path, *, log: Path, flags: Sequence[str] = AS_DOCUME
         log: the file that takes what it writes.
         flags: those that matter to driftgym.
     """
-    python, port = vllm_python(), _free_port()
     launch = ROOT / "tests" / "vllm_server" / "launch.py"
-    command = [python, launch, f"--model={model_folder}", "--host=127.0.0.1", f"--port={port}", *_FLAGS, *flags]
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "PYTHONPATH")}
-    with log.open("w+b") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=log.parent,
-            env={**environment, **_VARIABLES},
-        )
-        server = VLLMServer(process, f"http://127.0.0.1:{port}", output)
-        try:
-            server.wait_until_healthy(START_TIMEOUT_S)
-            yield server
-        finally:
-            server.kill()
-            assert process.stdin is not None
-            process.stdin.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    command = [vllm_python(), launch, f"--model={model_folder}", *_FLAGS, *flags]
+    return open_engine_server(command, log=log, variables=_VARIABLES, timeout_s=START_TIMEOUT_S)

@@ -1,10 +1,12 @@
 """The commands of `driftgym sandbox` where no engine answers, and on bad input: one line, and an exit code."""
 
+import contextlib
 import http.server
 import json
 import socketserver
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,21 +101,48 @@ class StubbornEngine(http.server.BaseHTTPRequestHandler):
         self.answer({"message": "device or resource busy"}, status=500)
 
 
+class EmptyEngine(StubbornEngine):
+    """An engine without boxes."""
+
+    def do_GET(self) -> None:
+        """The version, or an empty list."""
+        self.answer({"ApiVersion": "1.41"} if "version" in self.path else [])
+
+
+@contextlib.contextmanager
+def serving(
+    engine: type[http.server.BaseHTTPRequestHandler], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """DOCKER_HOST names `engine` within the block."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
+    with socketserver.ThreadingUnixStreamServer(str(path), engine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(("words", "out"), [([], ""), (["--json"], '{"boxes": []}\n')])
+def test_no_boxes_are_told_on_standard_error(
+    words: list[str], out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(EmptyEngine, tmp_path / "engine.sock", monkeypatch):
+        assert run("list", *words) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (out, "no boxes of driftgym's on this Docker engine\n")
+
+
 def test_a_box_that_cannot_be_removed_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with subprocess.Popen(["true"]) as dead:
         pass
     engine = type("Engine", (StubbornEngine,), {"owner": f"{own_host()}:{dead.pid}:1"})
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'engine.sock'}")
-    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "engine.sock"), engine) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            assert run("reap", "--json") == 1
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(engine, tmp_path / "engine.sock", monkeypatch):
+        assert run("reap", "--json") == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"num_removed": 0, "num_left": 1}
     assert "1 are still there (1f1f1f1f1f1f): try again" in printed.err

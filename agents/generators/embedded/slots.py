@@ -140,16 +140,17 @@ class SlotTable:
         A token whose log-prob is not finite is not written. Returns the rows that end here.
         """
         index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        lengths = self.state["length"][index]
-        self.state["kv_length"][index] = lengths
+        state = self.state[rows]  # a view where the rows are a slice
+        lengths = state["length"].copy()
+        self.state["kv_length"][rows] = lengths
         is_finite = np.isfinite(logprobs)
         self.tokens[index, lengths] = token_ids
         self.logprobs[index, lengths] = logprobs
         self.epochs[index, lengths] = epoch
         lengths = lengths + is_finite
-        self.state["length"][index] = lengths
-        has_stopped = (self._stops[index] == token_ids[:, None]).any(axis=1)
-        ends = has_stopped | ~is_finite | (lengths >= self.state["max_length"][index])
+        self.state["length"][rows] = lengths
+        has_stopped = (self._stops[rows] == token_ids[:, None]).any(axis=1)
+        ends = has_stopped | ~is_finite | (lengths >= state["max_length"])
         return index[ends]
 
     def matched_stop(self, row: int) -> int | None:

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -77,6 +79,7 @@ class Pair:
         await asyncio.sleep(0)
         self.loop.remove_reader(self.poller.epoll.fileno())
         self.relay.listener.close()
+        self.relay.spare.close()
         self.poller.epoll.close()
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -482,6 +485,44 @@ async def test_connections_beyond_the_bound_wait(make_pair: MakePair) -> None:
     assert (await late).startswith(b"HTTP/1.1 403")
     for _, writer in opened:
         writer.close()
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Within the block this process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_descriptors_connections_wait_and_nothing_spins(make_pair: MakePair) -> None:
+    pair = make_pair("pypi.org")
+    _, first = await pair.open()
+    await until(lambda: len(pair.relay.connections) == 1)
+    with socket.create_connection(("127.0.0.1", pair.port)) as late:
+        with no_descriptor_left():
+            await asyncio.sleep(0.1)
+            assert pair.poller.epoll.poll(0) == []
+            assert len(pair.relay.connections) == 1
+        first.close()
+        await until(lambda: len(pair.relay.connections) == 1 and 2 in pair.relay.connections)
+        late.sendall(b"CONNECT evil.example:443 HTTP/1.1\r\n\r\n")
+        late.setblocking(False)
+        assert (await pair.loop.sock_recv(late, 100)).startswith(b"HTTP/1.1 403")
+
+
+async def test_without_descriptors_and_connections_one_that_comes_is_refused(make_pair: MakePair) -> None:
+    pair = make_pair("pypi.org")
+    with socket.create_connection(("127.0.0.1", pair.port)) as client, no_descriptor_left():
+        await asyncio.sleep(0.1)
+        assert pair.poller.epoll.poll(0) == []
+        assert client.recv(1) == b""
+    assert (await pair.ask(b"CONNECT evil.example:443 HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 403")
 
 
 async def fill(writer: asyncio.StreamWriter, num_bytes: int) -> None:

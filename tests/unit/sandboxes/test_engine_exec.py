@@ -16,8 +16,8 @@ from driftgym.sandboxes.engine_stream import STDERR, STDOUT
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "No such file"),
-        ([""], "No such file"),
+        ([], "no program"),
+        ([""], "no program"),
         (["echo", "a\0b"], "null byte"),
         (["echo", "\ud800"], "no text"),
         (["echo", "x" * 131_072], "too long"),

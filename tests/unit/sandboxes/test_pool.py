@@ -147,6 +147,8 @@ async def test_auto_takes_fresh_where_a_reset_cannot_be(make_pool: MakePool) -> 
     assert reuse_of(SPEC, PoolConfig()) == "reset"
     assert reuse_of(WRITABLE, PoolConfig()) == "fresh"
     assert reuse_of(SandboxSpec(run_as_root=True), PoolConfig()) == "fresh"
+    assert reuse_of(SandboxSpec(runtime="runsc"), PoolConfig()) == "fresh"
+    assert reuse_of(SandboxSpec(runtime="runsc"), PoolConfig(reuse="reset")) == "reset"
     assert (await acquire(make_pool(), WRITABLE)).reuse == "fresh"
     with pytest.raises(ConfigError, match=r"sandbox\.pool\.reuse.*read_only_root"):
         await acquire(make_pool(reuse="reset"), WRITABLE)

@@ -61,6 +61,42 @@ async def test_auto_without_an_engine_says_why(monkeypatch: pytest.MonkeyPatch, 
         await open_provider(SandboxConfig(kind="docker"), say=said.append)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("runtime", "runsc"),
+        ("egress", ("pypi.org",)),
+        ("image", "python:3.12"),
+        ("dockerfile", "box"),
+        ("base", "debian"),
+        ("network", "bridge"),
+        ("run_as_root", True),
+    ],
+)
+async def test_auto_takes_no_process_for_what_only_docker_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: object
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    said: list[str] = []
+    spec = SandboxSpec.model_validate({name: value})
+    words = (
+        rf"^sandbox\.spec\.{name}: [^\n]*no Docker engine answers[^\n]*make sandbox-engine[^\n]*leave out[^\n]*{name}$"
+    )
+    with pytest.raises(ConfigError, match=words):
+        await open_provider(SandboxConfig(spec=spec), say=said.append)
+    assert said == []
+
+
+async def test_auto_takes_a_process_for_what_is_merely_another_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    spec = SandboxSpec(memory_bytes=1 << 27, network="none", max_open_files=128, read_only_root=True)
+    provider = await open_provider(SandboxConfig(spec=spec), say=lambda text: None)
+    await provider.close()
+    assert provider.kind == "process"
+
+
 async def test_engine_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = str(tmp_path / "mute.sock")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")

@@ -21,6 +21,7 @@ FILES = (
     "toolbox_io.py",
     "toolbox_processes.py",
     "toolbox_relay.py",
+    "toolbox_rights.py",
     "toolbox_system.py",
     "toolbox_tree.py",
     "toolbox_wire.py",
