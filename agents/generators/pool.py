@@ -261,8 +261,7 @@ class GeneratorPool:
     async def health(self) -> GeneratorHealth:
         """The pool as one engine: the lowest version, sums of requests, the mean busy seconds. Those out are left out.
 
-        Raises:
-            GeneratorError: none answers.
+        Raises GeneratorError when none answers.
         """
         return await self._parts.figures.health(min_version=self.min_version)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_checks import (
+    check_abort_resume,
     check_aborts,
     check_death,
+    check_drain,
     check_given_up,
     check_greedy,
     check_kept_cache,
@@ -145,33 +147,12 @@ async def test_an_update_in_the_middle_of_64_answers(engine: SGLangGenerator, mo
 
 async def test_an_update_that_aborts(engine: SGLangGenerator, models: list[Path]) -> None:
     """What was written has the old version; whoever asked goes on with it, under the new one."""
-    asked = prompts(8, seed=4)
-    tasks = ask_all(engine, asked, name="cut", max_tokens=400)
-    await until_running(engine, 8)
-    await asyncio.sleep(0.3)
-    await engine.update_weights(weights(models, 1), mode="abort_resume", timeout_s=60)
-    for prompt, task in zip(asked, tasks, strict=True):
-        first = await task
-        assert first.finish_reason == "abort"
-        assert 0 < len(first.token_ids) < 400
-        assert set(first.policy_versions.tolist()) == {0}
-        np.testing.assert_allclose(first.logprobs, rescore(models[0], prompt, first.token_ids.tolist()), atol=1e-3)
-        going_on = [*prompt, *first.token_ids.tolist()]
-        second = await ask(engine, going_on, request_id="on", max_tokens=5)
-        assert second.policy_versions.tolist() == [1] * 5
-        np.testing.assert_allclose(second.logprobs, rescore(models[1], going_on, second.token_ids.tolist()), atol=1e-3)
+    await check_abort_resume(engine, models, max_tokens=400)
 
 
 async def test_an_update_that_drains(engine: SGLangGenerator, models: list[Path]) -> None:
     """Requests that come meanwhile wait, so that it ends however many come."""
-    tasks = ask_all(engine, prompts(4, seed=5), name="old", max_tokens=200)
-    await until_running(engine, 4)
-    updating = asyncio.create_task(engine.update_weights(weights(models, 1), mode="drain", timeout_s=120))
-    await asyncio.sleep(0.1)
-    late = ask_all(engine, prompts(4, seed=6), name="new")
-    await updating
-    assert {version for task in tasks for version in (await task).policy_versions.tolist()} == {0}
-    assert {version for task in late for version in (await task).policy_versions.tolist()} == {1}
+    await check_drain(engine, models)
 
 
 @pytest.mark.parametrize("kind", [SGLANG, "embedded"])

@@ -47,6 +47,37 @@ async def check_scores(engine: Generator, model: Path, asked: list[list[int]]) -
             assert scores.version.policy_version == 0
 
 
+async def check_abort_resume(engine: Generator, models: list[Path], *, max_tokens: int) -> None:
+    """What was written has the old version; whoever asked goes on with it, under the new one."""
+    asked = prompts(8, seed=4)
+    tasks = ask_all(engine, asked, name="cut", max_tokens=max_tokens)
+    await until_running(engine, 8)
+    await asyncio.sleep(0.1)
+    await engine.update_weights(weights(models, 1), mode="abort_resume", timeout_s=60)
+    for prompt, task in zip(asked, tasks, strict=True):
+        first = await task
+        assert first.finish_reason == "abort"
+        assert 0 < len(first.token_ids) < max_tokens
+        assert set(first.policy_versions.tolist()) == {0}
+        np.testing.assert_allclose(first.logprobs, rescore(models[0], prompt, first.token_ids.tolist()), atol=1e-3)
+        going_on = [*prompt, *first.token_ids.tolist()]
+        second = await ask(engine, going_on, request_id="on", max_tokens=5)
+        assert second.policy_versions.tolist() == [1] * 5
+        np.testing.assert_allclose(second.logprobs, rescore(models[1], going_on, second.token_ids.tolist()), atol=1e-3)
+
+
+async def check_drain(engine: Generator, models: list[Path]) -> None:
+    """Requests that come during an update that drains wait, so that it ends however many come."""
+    tasks = ask_all(engine, prompts(4, seed=5), name="old", max_tokens=200)
+    await until_running(engine, 4)
+    updating = asyncio.create_task(engine.update_weights(weights(models, 1), mode="drain", timeout_s=120))
+    await asyncio.sleep(0.1)
+    late = ask_all(engine, prompts(4, seed=6), name="new")
+    await updating
+    assert {version for task in tasks for version in (await task).policy_versions.tolist()} == {0}
+    assert {version for task in late for version in (await task).policy_versions.tolist()} == {1}
+
+
 async def check_kept_cache(engine: Generator, models: list[Path], *, max_tokens: int) -> None:
     """After an update that keeps the cache, tokens rest on KV of older weights until it is dropped, and say so."""
     asked = prompts(8, seed=7)
