@@ -6,8 +6,10 @@ from typing import Any
 from driftgym.sandboxes.base import MIB, SandboxSpec
 
 AGENT_UID = 1000
-NUM_OWN_PIDS = 4
-"""What the init process, the toolbox and a child of its need, beyond the agent's own processes."""
+NUM_SPARES = 4
+"""Children that the toolbox keeps forked ahead; under gVisor, where processes are dear, one."""
+NUM_OWN_PIDS = 3 + NUM_SPARES
+"""What the init process, the toolbox and children of its need, beyond the agent's own processes."""
 _NUM_GVISOR_PIDS = 64
 _NUM_GVISOR_PIDS_PER_PROCESS = 8
 """What gVisor's kernel, itself a process in the box, needs for itself and for each process that it runs (measured)."""
@@ -81,6 +83,7 @@ def toolbox_settings(spec: SandboxSpec, *, volumes: Sequence[str] = ()) -> dict[
         "tmp_dir": "/tmp",
         "more_dirs": writable_folders(volumes),
         "limits": {"nofile": spec.max_open_files},
+        "num_spares": 1 if _is_gvisor(spec) else NUM_SPARES,
         "dead_man_s": spec.dead_man_s,
     }
 
@@ -119,10 +122,14 @@ def _host_settings(spec: SandboxSpec, *, volumes: Sequence[str], has_quota: bool
     }
 
 
+def _is_gvisor(spec: SandboxSpec) -> bool:
+    return "runsc" in (spec.runtime or "")
+
+
 def _pids_limit(spec: SandboxSpec) -> int:
     """For the whole box. Under gVisor its kernel counts too, and ends, and the box with it, where it gets no more."""
     num_pids = spec.max_pids + NUM_OWN_PIDS
-    if "runsc" not in (spec.runtime or ""):
+    if not _is_gvisor(spec):
         return num_pids
     return _NUM_GVISOR_PIDS + _NUM_GVISOR_PIDS_PER_PROCESS * num_pids
 

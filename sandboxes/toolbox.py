@@ -13,6 +13,7 @@ object:
     egress_port where the relay listens on 127.0.0.1 for commands' HTTP; null or absent without one
     dead_man_s  the box ends when its owner has said nothing for so long; null or absent: only with its input
     limits      {"nofile": n, "fsize": n, "data": n}: resource limits of every command; each may be absent
+    num_spares  how many children are kept forked ahead; one when absent
     is_local    true for a local child: it adopts orphans, to find them again, and removes its folders at the end
     box_tag     of a local box: what its processes are known by, should the toolbox be killed; ends in "-"
 

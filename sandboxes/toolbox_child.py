@@ -2,10 +2,10 @@
 
 Runs inside the box, beside `toolbox`: standard library only, Python 3.8 and later.
 
-To fork a Python process takes longer than most commands. So one child, the spare, is forked before it is needed: it has
-its pipes, its session and its place before the memory killer already, and waits, still as root, where no process of
-the agent's can reach it. It gives up its rights (`toolbox_rights`) when its request has come, since they carry the
-request's tag.
+To fork a Python process takes longer than most commands, and what the toolbox writes to is copied after each. So some
+children, the spares, are forked before they are needed: each has its pipes, its session and its place before the memory
+killer already, and waits, still as root, where no process of the agent's can reach it. It gives up its rights
+(`toolbox_rights`) when its request has come, since they carry the request's tag.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forker:
-    """Starts children; keeps one ahead."""
+    """Starts children; keeps some ahead."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -48,28 +48,33 @@ class Forker:
         settings["environment"] = base_environment(settings)
         self.pid = os.getpid()
         self.max_fd = max_closed_fd()
-        self.spare_pid = 0  # 0 when there is none
-        self.spare_fds: list[int] = []  # where its request goes; its standard input, output, error
+        self.num_spares: int = settings.get("num_spares", 1)
+        self.spares: dict[int, list[int]] = {}  # by pid: where its request goes; its standard input, output, error
         if settings.get("is_local") and self.libc is not None:
             self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # every orphan below becomes a child
 
-    def prepare(self) -> None:
-        """Forks a child ahead, if there is none and one is to be had."""
-        if self.spare_pid:
-            return
+    @property
+    def is_full(self) -> bool:
+        """True when there are as many spares as there should be."""
+        return len(self.spares) >= self.num_spares
+
+    def prepare(self) -> bool:
+        """Forks a child ahead; false when none is to be had."""
         try:
-            self.spare_pid, self.spare_fds = self.fork(b"")
+            pid, fds = self.fork(b"")
         except OSError:
-            self.spare_pid = 0
+            return False
+        self.spares[pid] = fds
+        return True
 
     def start(self, text: bytes) -> tuple[int, list[int]]:
         """A child that does what the request `text` asks, and the ends of its standard input, output and error.
 
         Raises OSError when no process, or no pipe, is to be had.
         """
-        if self.spare_pid and len(text) <= MAX_SPARE_TEXT_BYTES:
-            pid, fds = self.spare_pid, self.spare_fds
-            self.spare_pid, self.spare_fds = 0, []
+        while self.spares and len(text) <= MAX_SPARE_TEXT_BYTES:
+            pid = next(iter(self.spares))  # the oldest
+            fds = self.spares.pop(pid)
             try:
                 os.write(fds[0], text)
                 return pid, fds[1:]
@@ -83,16 +88,16 @@ class Forker:
         return pid, fds[1:]
 
     def drop(self) -> None:
-        """Ends the spare."""
-        if self.spare_pid:
-            send_signal(self.spare_pid, signal.SIGKILL)
-            self.forget()
+        """Ends all spares."""
+        for pid in self.spares:
+            send_signal(pid, signal.SIGKILL)
+        self.forget(*self.spares)
 
-    def forget(self) -> None:
-        """The spare has ended."""
-        for fd in self.spare_fds:
-            os.close(fd)
-        self.spare_pid, self.spare_fds = 0, []
+    def forget(self, *pids: int) -> None:
+        """These spares have ended."""
+        for pid in pids:
+            for fd in self.spares.pop(pid):
+                os.close(fd)
 
     def fork(self, text: bytes) -> tuple[int, list[int]]:
         """A child that waits for its request, unless it is `text`. Raises OSError when none is to be had."""

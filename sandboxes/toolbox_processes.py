@@ -17,11 +17,8 @@ TYPE_CHECKING = False  # the module typing costs several milliseconds at each st
 if TYPE_CHECKING:
     from typing import Any
 
-SPARE_DELAY_S = 0.003
-"""A child is forked ahead when there is nothing else to do: after an answer, or when a command takes longer."""
-RUSH_S = 0.002
-"""A request that comes so soon after an answer is one of many in a row: the next child is forked while it runs, since
-after its answer there would be no time to."""
+SPARE_DELAY_S = 0.005
+"""Children are forked ahead when there is nothing else to do: so long after an answer, or into a command."""
 SPARE_PAUSE_S = 0.5
 """How long after no process was to be had."""
 
@@ -38,9 +35,8 @@ class Processes:
         self.children: dict[int, Child] = {}
         self.paused: list[tuple[Child, int]] = []  # which outputs are not read from, for want of room or credit
         self.forker = Forker(settings)
-        self.answered_at = 0.0
-        self.spare_at = 0.0  # when a child is to be forked ahead, if there is none
-        self.trees = ProcessTrees(self.is_local, settings.get("box_tag", ""), lambda: self.forker.spare_pid)
+        self.spare_at = 0.0  # when a child is to be forked ahead, if there are too few
+        self.trees = ProcessTrees(self.is_local, settings.get("box_tag", ""), lambda: self.forker.spares)
         self.oom_counter = OomCounter(self.is_local)
         channel.on_room = self.resume
 
@@ -49,13 +45,13 @@ class Processes:
     def times(self) -> list[float]:
         """When there will be something to do."""
         times = [child.deadline for child in self.children.values() if child.deadline is not None]
-        return times if self.forker.spare_pid else [*times, self.spare_at]
+        return times if self.forker.is_full else [*times, self.spare_at]
 
     def prepare_spare(self) -> None:
-        """Forks a child ahead when it is time to."""
-        if not self.forker.spare_pid and time.monotonic() >= self.spare_at:
-            self.forker.prepare()
-            self.spare_at = time.monotonic() + SPARE_PAUSE_S
+        """Forks a child ahead when it is time to; one at a time, so that requests are not held up by all."""
+        now = time.monotonic()
+        if not self.forker.is_full and now >= self.spare_at and not self.forker.prepare():
+            self.spare_at = now + SPARE_PAUSE_S
 
     def expire(self, now: float) -> None:
         """Kills what is past its deadline. A command is answered for when it has been collected."""
@@ -77,8 +73,8 @@ class Processes:
         """A child that does what is asked as the agent's user. Raises OSError when none is to be had."""
         self.tell_oom([])
         pid, fds = self.forker.start(request["text"])
-        now = time.monotonic()
-        self.spare_at = now if now - self.answered_at < RUSH_S else now + SPARE_DELAY_S
+        # The last one ahead is followed while its command runs: of many requests in a row, one pays for some.
+        self.spare_at = time.monotonic() + (SPARE_DELAY_S if self.forker.spares else 0.0)
         child = Child(self.poller, request["id"], pid, fds, is_line)
         self.children[child.key] = child
         return child
@@ -155,8 +151,8 @@ class Processes:
                 break
             if pid in by_pid:
                 ended.append((by_pid[pid], status))
-            elif pid == self.forker.spare_pid:
-                self.forker.forget()
+            elif pid in self.forker.spares:
+                self.forker.forget(pid)
         self.tell_oom(ended)
         for child, status in ended:
             self.finish(child, status)
@@ -183,8 +179,7 @@ class Processes:
         for which in (0, 1, 2):
             child.close_fd(which)
         del self.children[child.key]
-        self.answered_at = time.monotonic()
-        self.spare_at = min(self.spare_at, self.answered_at)
+        self.spare_at = time.monotonic() + (SPARE_DELAY_S if self.forker.spares else 0.0)
         if child.is_line:
             if child.ask_id is not None:
                 self.record.answer(child.ask_id, {"error": "gone"})
@@ -213,16 +208,15 @@ class Processes:
     def kill_tree(self, child: Child) -> None:
         """Kills a command and everything that came from it."""
         child.was_killed = True
-        spare = self.forker.spare_pid
-        self.trees.kill(child.key, child.pid, {spare, *(other.pid for other in self.children.values())})
+        self.trees.kill(child.key, child.pid, {*self.forker.spares, *(other.pid for other in self.children.values())})
 
     def kill_everything(self, is_for_sure: bool) -> bool:
         """Kills every process of the box but the toolbox; false when some survive.
 
-        `is_for_sure` takes the spare along, so that the kernel itself can say that nothing else is there.
+        `is_for_sure` takes the spares along, so that the kernel itself can say that nothing else is there.
         """
         if is_for_sure:
             self.forker.drop()
             self.spare_at = time.monotonic()
-        is_clean = self.trees.kill_everything(self.reap, self.forker.forget)
+        is_clean = self.trees.kill_everything(self.reap, lambda: self.forker.forget(*self.forker.spares))
         return is_clean and (not is_for_sure or self.trees.is_alone())

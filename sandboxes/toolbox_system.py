@@ -15,7 +15,7 @@ import time
 TYPE_CHECKING = False  # the module typing costs several milliseconds at each start
 if TYPE_CHECKING:
     import signal as signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 else:
     try:
         import _signal as signal  # what `signal` wraps into enumerations, which takes milliseconds too
@@ -157,10 +157,10 @@ def tag_in_environment(pid: int, box_tag: str) -> int | None:
 class ProcessTrees:
     """Finds and kills what came from a command, or from all of them."""
 
-    def __init__(self, is_local: bool, box_tag: str, spare_pid: Callable[[], int]) -> None:
+    def __init__(self, is_local: bool, box_tag: str, spare_pids: Callable[[], Collection[int]]) -> None:
         self.is_local = is_local
         self.box_tag = box_tag
-        self.spare_pid = spare_pid
+        self.spare_pids = spare_pids
 
     def kill(self, key: int, root: int, all_roots: set[int]) -> None:
         """Kills the command `key`, whose first process is `root`, and everything that came from it."""
@@ -169,7 +169,7 @@ class ProcessTrees:
     def kill_everything(self, reap: Callable[[], None], on_kill: Callable[[], None]) -> bool:
         """Kills and collects every process of the box but the toolbox; false when some survive for seconds.
 
-        In a container the toolbox's spare goes with them, which `on_kill` tells. Where there is nothing, it stays.
+        In a container the toolbox's spares go with them, which `on_kill` tells. Where there is nothing, they stay.
         """
         deadline = time.monotonic() + KILL_WAIT_S
         while self.all_processes() or self.all_processes():  # one look can miss what is born meanwhile
@@ -187,7 +187,7 @@ class ProcessTrees:
 
     def is_alone(self) -> bool:
         """True when there is no other process in the box; no look into /proc, which can miss one, is so sure."""
-        if not self.is_local and not self.spare_pid():
+        if not self.is_local and not self.spare_pids():
             try:
                 os.kill(-1, 0)
             except ProcessLookupError:
@@ -195,9 +195,9 @@ class ProcessTrees:
         return not self.all_processes()
 
     def all_processes(self) -> dict[int, int]:
-        """The parent of every process of the box but the toolbox, its spare and a container's process 1."""
+        """The parent of every process of the box but the toolbox, its spares and a container's process 1."""
         table = processes_below(os.getpid()) if self.is_local else process_table()
-        for pid in (os.getpid(), self.spare_pid(), *(() if self.is_local else (1,))):
+        for pid in (os.getpid(), *self.spare_pids(), *(() if self.is_local else (1,))):
             table.pop(pid, None)
         return table
 
