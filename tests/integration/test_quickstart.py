@@ -126,7 +126,7 @@ async def test_docker_boxes_are_reused_and_none_is_left(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = quickstart(run_dir, "sandbox.kind=docker", "trainer.max_steps=5")
     wait_for_step(run_dir, 2, process)
-    assert 0 < len(await boxes_of(process)) <= 16
+    assert 0 < len(await boxes_of(process)) <= 18  # one for each of 16 slots, and two kept warm
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "boxes: Docker" in output
