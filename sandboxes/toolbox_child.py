@@ -49,6 +49,7 @@ class Forker:
         self.pid = os.getpid()
         self.max_fd = max_closed_fd()
         self.num_spares: int = settings.get("num_spares", 1)
+        self.is_used = False  # a box that is kept ready and was not asked yet keeps one
         self.spares: dict[int, list[int]] = {}  # by pid: where its request goes; its standard input, output, error
         if settings.get("is_local") and self.libc is not None:
             self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # every orphan below becomes a child
@@ -56,7 +57,7 @@ class Forker:
     @property
     def is_full(self) -> bool:
         """True when there are as many spares as there should be."""
-        return len(self.spares) >= self.num_spares
+        return len(self.spares) >= (self.num_spares if self.is_used else 1)
 
     def prepare(self) -> bool:
         """Forks a child ahead; false when none is to be had."""
@@ -72,6 +73,7 @@ class Forker:
 
         Raises OSError when no process, or no pipe, is to be had.
         """
+        self.is_used = True
         while self.spares and len(text) <= MAX_SPARE_TEXT_BYTES:
             pid = next(iter(self.spares))  # the oldest
             fds = self.spares.pop(pid)

@@ -262,12 +262,16 @@ def test_spare_child_serves_and_is_replaced_when_it_dies(server: Server) -> None
 def test_several_spare_children_serve_in_turn_and_are_made_up_for(tmp_path: Path) -> None:
     server = Server(tmp_path, num_spares=3)
     time.sleep(0.3)
+    assert len(children(server)) == 1, "nothing was asked yet"
+    server.run(50, "echo $$")
+    assert server.receive()[0]["exit_code"] == 0
+    time.sleep(0.3)
     spares = children(server)
     assert len(spares) == 3
-    for request_id, expected in enumerate(sorted(spares), start=1):  # ids of processes count upwards
+    for request_id, expected in enumerate(sorted(spares), start=51):  # ids of processes count upwards
         server.run(request_id, "echo $$")
         assert int(server.receive()[1]) == expected
-    for request_id in range(4, 40):  # more in a row than there are
+    for request_id in range(54, 90):  # more in a row than there are
         server.run(request_id, "echo $$")
         assert server.receive()[0]["exit_code"] == 0
     time.sleep(0.3)
@@ -277,11 +281,11 @@ def test_several_spare_children_serve_in_turn_and_are_made_up_for(tmp_path: Path
     os.kill(left[1], signal.SIGKILL)
     time.sleep(0.3)
     assert len(children(server)) == 3
-    server.send(id=40, op="reset", timeout_s=10, cwd="/", keep_files=False)
+    server.send(id=90, op="reset", timeout_s=10, cwd="/", keep_files=False)
     assert server.receive()[0]["exit_code"] == 0
-    server.run(41, "sleep 60 & echo started")
+    server.run(91, "sleep 60 & echo started")
     assert server.receive()[1] == b"started\n"
-    server.send(id=42, op="reset", timeout_s=10, cwd="/", keep_files=False)
+    server.send(id=92, op="reset", timeout_s=10, cwd="/", keep_files=False)
     assert server.receive()[0]["exit_code"] == 0
     time.sleep(0.3)
     assert len(children(server)) == 3
