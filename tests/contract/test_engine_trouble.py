@@ -5,16 +5,18 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Literal
 
 import pytest
 import pytest_asyncio
 from private_engine import PrivateEngine, private_engine
 
 from driftgym.errors import SandboxError
-from driftgym.sandboxes.base import ExecResult, SandboxSpec
+from driftgym.sandboxes.base import ExecResult, PoolConfig, SandboxSpec
 from driftgym.sandboxes.docker_engine import SILENCE_S
 from driftgym.sandboxes.docker_provider import DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
+from driftgym.sandboxes.pool import SandboxPool
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 START_TIMEOUT_S = 60.0
@@ -82,6 +84,38 @@ async def test_restart_during_sixteen_commands(
     after = await provider.start(SandboxSpec(), timeout_s=START_TIMEOUT_S)
     assert (await after.exec("echo on")).stdout == "on\n"
     await after.close()
+    await nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("reuse", ["reset", "fresh"])
+async def test_pool_recovers_from_a_restart_during_sixteen_commands(
+    engine: PrivateEngine, provider: DockerProvider, reuse: Literal["reset", "fresh"]
+) -> None:
+    async with SandboxPool(provider, PoolConfig(reuse=reuse, num_warm=2, max_boxes=8)) as pool:
+        boxes = await asyncio.gather(*(pool.start(SandboxSpec(), timeout_s=START_TIMEOUT_S) for _ in range(4)))
+        calls = [
+            asyncio.ensure_future(box.exec(f"echo begun; sleep {length_s}", timeout_s=60))
+            for box in boxes
+            for length_s in (0.1, 0.5, 30, 40)
+        ]
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while pool.stats.num_warm < 2:  # noqa: ASYNC110 - nobody tells of it
+                await asyncio.sleep(0.05)
+        engine.send(signal.SIGKILL)
+        await asyncio.to_thread(engine.wait)
+        async with asyncio.timeout(PATIENCE_S):
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [outcome for outcome in outcomes if not isinstance(outcome, ExecResult | SandboxError)] == []
+        waiting = asyncio.ensure_future(pool.start(SandboxSpec(), timeout_s=START_TIMEOUT_S))
+        await asyncio.to_thread(engine.start)
+        for box in boxes:  # two come clean by a new box in the place of the lost one, two are given back
+            await (box.reset() if box in boxes[:2] else box.close())
+        with contextlib.suppress(SandboxError):  # asked for while there was no engine
+            await (await waiting).close()
+        again = await asyncio.gather(*(pool.start(SandboxSpec(), timeout_s=START_TIMEOUT_S) for _ in range(4)))
+        for box in (*boxes[:2], *again):
+            assert (await box.exec("echo on")).stdout == "on\n"
+            await box.close()
     await nothing_is_left(engine)
 
 
