@@ -6,7 +6,7 @@ from typing import Any
 from driftgym.sandboxes.base import MIB, SandboxSpec
 
 AGENT_UID = 1000
-NUM_SPARES = 4
+NUM_SPARES = 5
 """Children that the toolbox keeps forked ahead; under gVisor, where processes are dear, one."""
 NUM_OWN_PIDS = 3 + NUM_SPARES
 """What the init process, the toolbox and children of its need, beyond the agent's own processes."""

@@ -74,7 +74,7 @@ class Toolbox:
         self.channel.send({"event": "ready", "python": sys.version.split()[0]})
         gc.freeze()  # a collection would write to what children share
         while not self.channel.is_closed:
-            self.processes.prepare_spare()
+            self.processes.prepare_spares()
             self.poller.wait(self.next_timeout())
             self.expire()
         self.processes.kill_everything(is_for_sure=True)

@@ -47,11 +47,14 @@ class Processes:
         times = [child.deadline for child in self.children.values() if child.deadline is not None]
         return times if self.forker.is_full else [*times, self.spare_at]
 
-    def prepare_spare(self) -> None:
-        """Forks a child ahead when it is time to; one at a time, so that requests are not held up by all."""
-        now = time.monotonic()
-        if not self.forker.is_full and now >= self.spare_at and not self.forker.prepare():
-            self.spare_at = now + SPARE_PAUSE_S
+    def prepare_spares(self) -> None:
+        """Forks the children ahead that lack, when it is time to: what the toolbox writes to is copied once for all."""
+        if self.forker.is_full or time.monotonic() < self.spare_at:
+            return
+        while not self.forker.is_full:
+            if not self.forker.prepare():
+                self.spare_at = time.monotonic() + SPARE_PAUSE_S
+                return
 
     def expire(self, now: float) -> None:
         """Kills what is past its deadline. A command is answered for when it has been collected."""
