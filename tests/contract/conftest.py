@@ -1,6 +1,7 @@
 """Boxes of every kind for the contract suites."""
 
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
@@ -130,3 +131,17 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServ
     folder = tmp_path_factory.mktemp("vllm")
     with open_vllm(save_tiny_model(folder / "model", seed=0, **SHAPE), log=folder / "log") as server:
         yield server
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A name that no other run has."""
+    return f"test-{uuid.uuid4().hex}"
+
+
+@pytest_asyncio.fixture
+async def run_provider(docker_provider: DockerProvider, run_id: str) -> AsyncIterator[DockerProvider]:
+    """A provider whose boxes carry a run of their own."""
+    provider = await DockerProvider.open(timeout_s=10, run_id=run_id)
+    yield provider
+    await provider.close()

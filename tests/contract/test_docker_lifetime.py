@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from docker_engine import busybox_image
+from docker_engine import boxes_of_run, busybox_image
 from private_engine import PrivateEngine, private_engine
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes import reaper
-from driftgym.sandboxes.base import SandboxInfo, SandboxSpec
+from driftgym.sandboxes.base import SandboxSpec
 from driftgym.sandboxes.docker_provider import DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
 
@@ -53,23 +53,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-def run_id() -> str:
-    return f"test-{uuid.uuid4().hex}"
-
-
-@pytest_asyncio.fixture
-async def run_provider(docker_provider: DockerProvider, run_id: str) -> AsyncIterator[DockerProvider]:
-    """A provider whose boxes carry a run of their own."""
-    provider = await DockerProvider.open(timeout_s=10, run_id=run_id)
-    yield provider
-    await provider.close()
-
-
-async def boxes_of_run(provider: DockerProvider, run_id: str) -> list[SandboxInfo]:
-    return [info for info in await provider.list() if info.labels.get(reaper.RUN_LABEL) == run_id]
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], *, within_s: float = PATIENCE_S) -> None:

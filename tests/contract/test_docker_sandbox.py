@@ -5,18 +5,17 @@ import contextlib
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
 import docker.errors
 import pytest
 import pytest_asyncio
+from docker_engine import boxes_of_run
 
 from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes import reaper
-from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxInfo, SandboxSpec
+from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxSpec
 from driftgym.sandboxes.docker import DockerSandbox
 from driftgym.sandboxes.docker_provider import DockerBox, DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
@@ -29,23 +28,6 @@ START_TIMEOUT_S = 60.0
 @pytest_asyncio.fixture
 async def box(docker_provider: DockerProvider) -> DockerSandbox:
     return await docker_provider.start(SandboxSpec(memory_bytes=96 * MIB, max_pids=32), timeout_s=START_TIMEOUT_S)
-
-
-@pytest.fixture
-def run_id() -> str:
-    return f"test-{uuid.uuid4().hex}"
-
-
-@pytest_asyncio.fixture
-async def run_provider(docker_provider: DockerProvider, run_id: str) -> AsyncIterator[DockerProvider]:
-    """A provider whose boxes carry a run of their own."""
-    provider = await DockerProvider.open(timeout_s=10, run_id=run_id)
-    yield provider
-    await provider.close()
-
-
-async def boxes_of_run(provider: DockerProvider, run_id: str) -> list[SandboxInfo]:
-    return [info for info in await provider.list() if info.labels.get(reaper.RUN_LABEL) == run_id]
 
 
 async def test_failed_start_leaves_no_container(run_provider: DockerProvider, run_id: str) -> None:

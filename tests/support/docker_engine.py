@@ -13,6 +13,8 @@ from typing import NoReturn
 import pytest
 
 from driftgym.errors import SandboxError
+from driftgym.sandboxes import reaper
+from driftgym.sandboxes.base import SandboxInfo
 from driftgym.sandboxes.docker import Engine
 from driftgym.sandboxes.docker_provider import DockerProvider
 from driftgym.sandboxes.images import BASE_IMAGE
@@ -30,6 +32,11 @@ async def open_docker() -> DockerProvider:
         await provider.close()
         _lack("docker", f"the image {BASE_IMAGE} is missing (make sandbox-engine)")
     return provider
+
+
+async def boxes_of_run(provider: DockerProvider, run_id: str) -> list[SandboxInfo]:
+    """The boxes that carry a run, in any state."""
+    return [info for info in await provider.list() if info.labels.get(reaper.RUN_LABEL) == run_id]
 
 
 async def busybox_image(engine: Engine) -> str:
