@@ -28,10 +28,7 @@ def segments_of(trajectory: Trajectory, *, advantage: float) -> list[Segment]:
             parts.append([])
         parts[-1].append(turn)
     sampled = [part for part in parts if any(len(turn.completion.token_ids) for turn in part)]
-    return [
-        _segment(part, trajectory_id=trajectory.trajectory_id, segment_index=index, advantage=advantage)
-        for index, part in enumerate(sampled)
-    ]
+    return [_segment(part, trajectory, segment_index=index, advantage=advantage) for index, part in enumerate(sampled)]
 
 
 def group_segments(group: TrajectoryGroup, *, method: AdvantageMethod) -> list[Segment]:
@@ -58,11 +55,13 @@ def mask_stale(segment: Segment, *, now: int, max_lag: int) -> Segment:
     return dataclasses.replace(segment, train_mask=segment.train_mask & fresh)
 
 
-def _segment(turns: Sequence[Turn], *, trajectory_id: str, segment_index: int, advantage: float) -> Segment:
+def _segment(turns: Sequence[Turn], trajectory: Trajectory, *, segment_index: int, advantage: float) -> Segment:
     loss_mask = _join(turns, False, lambda completion: np.ones(len(completion.token_ids), dtype=np.bool_))
     token_ids = [ids for turn in turns for ids in (turn.new_prompt_token_ids, turn.completion.token_ids)]
     return Segment(
-        trajectory_id=trajectory_id,
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        reward=trajectory.reward or 0.0,
         segment_index=segment_index,
         token_ids=np.concatenate(token_ids),
         loss_mask=loss_mask,

@@ -9,40 +9,18 @@ object is made. Words: a *turn* is one model call with its environment reply, an
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-Int32Array = NDArray[np.int32]
-Float32Array = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
+from driftgym.arrays import BoolArray as BoolArray
+from driftgym.arrays import Float32Array as Float32Array
+from driftgym.arrays import Int32Array as Int32Array
+from driftgym.arrays import bool_array as bool_array
+from driftgym.arrays import float32_array as float32_array
+from driftgym.arrays import int32_array as int32_array
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
 WeightKind = Literal["full", "delta", "lora"]
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-
-
-def int32_array(values: ArrayLike) -> Int32Array:
-    """`values` as a read-only one-dimensional int32 array."""
-    return _read_only(np.asarray(values, dtype=np.int32).reshape(-1))
-
-
-def float32_array(values: ArrayLike) -> Float32Array:
-    """`values` as a read-only one-dimensional float32 array."""
-    return _read_only(np.asarray(values, dtype=np.float32).reshape(-1))
-
-
-def bool_array(values: ArrayLike) -> BoolArray:
-    """`values` as a read-only one-dimensional bool array."""
-    return _read_only(np.asarray(values, dtype=np.bool_).reshape(-1))
-
-
-def _read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _check_equal_lengths(owner: object, *names: str) -> None:
@@ -359,6 +337,10 @@ class Segment:
     exact_mask: BoolArray = None  # type: ignore[assignment]
     """[L] the part of `loss_mask` whose log-probs re-scoring reproduces: false where the token rests on a KV cache
     of an older version than its own; the same as `loss_mask` when not given."""
+    group_id: str = ""
+    """The group of its trajectory: rows of one group answer the same task. Empty: the row is a group of its own."""
+    reward: float = 0.0
+    """The reward of its trajectory."""
 
     def __post_init__(self) -> None:
         _set(self, "token_ids", int32_array(self.token_ids))
