@@ -24,9 +24,18 @@ class AgentTurn:
     completion: Completion
     """What the model sampled."""
     action: Message
-    """The completion as a message."""
+    """The completion as a message; where it was interrupted, all of the answer, the forced text included."""
     rewrites_context: bool
     """As in `Turn`."""
+    interrupted: "AgentTurn | None" = None
+    """The beginning of the answer, without an action, where it was interrupted for its length: this turn goes on with
+    it, and its new prompt tokens are the text that was put after it. None for an answer in one piece."""
+
+    @property
+    def latency_s(self) -> float:
+        """That of its completion, in seconds; where it was interrupted, of both."""
+        before_s = 0.0 if self.interrupted is None else self.interrupted.latency_s
+        return before_s + self.completion.latency_s
 
 
 class OutOfTokensError(Exception):

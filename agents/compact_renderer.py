@@ -5,6 +5,7 @@ with one line of tool signatures, a call is `<tool_call>{"name":...,"arguments":
 result is its bare text. What a message renders to does not depend on its neighbours, so every turn can be bridged.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from driftgym.types import Message, Role
 
 TURN_OPEN = "<|im_start|>"
 TURN_CLOSE = "<|im_end|>"
+_TAG = re.compile(
+    f"({'|'.join(map(re.escape, (TURN_OPEN, TURN_CLOSE, CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE)))})"
+)
 
 
 class CompactRenderer:
@@ -92,6 +96,11 @@ class CompactRenderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return read_message(text, reasoning_is_open=False, first_call_index=first_call_index)
 
+    def encode_text(self, text: str) -> list[int]:
+        """See `Renderer.encode_text`."""
+        pieces = (piece for piece in _TAG.split(text) if piece)
+        return [token_id for piece in pieces for token_id in self._tag_or_text(piece)]
+
     def encode_action(self, conversation: Sequence[Message], action: Message, tools: Sequence[ToolSchema]) -> list[int]:
         """See `Renderer.encode_action`."""
         return [*self._action(action), self._turn_close]
@@ -108,6 +117,9 @@ class CompactRenderer:
         for call in readable_calls(message):
             ids += [self._call_open, *self._encode(call_json(call, compact=True)), self._call_close]
         return ids
+
+    def _tag_or_text(self, piece: str) -> list[int]:
+        return [self._special(piece)] if _TAG.fullmatch(piece) else self._encode(piece)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -57,7 +57,10 @@ class TokenContext:
     def add_turn(
         self, prompt: Prompt, new_messages: Sequence[Message], completion_ids: list[int], action: Message
     ) -> None:
-        """Takes up a turn: `prompt` was made of `new_messages`, and was answered by `completion_ids`."""
+        """Takes up a turn: `prompt` was made of `new_messages`, and was answered by `completion_ids`.
+
+        `completion_ids` are the sampled tokens and, where the answer was interrupted, the forced ones among them.
+        """
         self._prompt = prompt.token_ids
         self._completion = completion_ids
         self.messages += [*new_messages, action]

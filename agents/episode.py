@@ -12,6 +12,7 @@ from driftgym.agents.base import AgentTurn, Conversation, OutOfTokensError
 from driftgym.agents.bounded import DeadlinePassed, EpisodeClock, bounded
 from driftgym.agents.generators.parking import PARKED
 from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.agents.interruption import has_whole_call
 from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.spaces import is_scalar_text, scalar_text
@@ -20,6 +21,8 @@ from driftgym.types import Message, Task, ToolCall, Trajectory, TrajectoryStatus
 
 # Code that keeps its own deadline gets this much more to clean up after it, before it is cancelled.
 GRACE_S = 3.0
+INTERRUPTED = "interrupted"
+"""Event: an answer was interrupted for its length, and went on."""
 _MAX_ERROR_CHARS = 8000
 _ResultT = TypeVar("_ResultT")
 
@@ -58,6 +61,8 @@ class EpisodeRecord:
 
     def add(self, turn: AgentTurn, step: StepResult | None, *, tool_latency_s: float = 0.0) -> None:
         """Adds a turn; `step` is None when the action was not played, or not to its end."""
+        if turn.interrupted is not None:
+            self._add_interrupted(turn.interrupted)
         if step is not None:
             self.events.update(step.events)
         self._turns.append(
@@ -69,6 +74,18 @@ class EpisodeRecord:
                 reward=0.0 if step is None else float(step.reward),
                 tool_latency_s=tool_latency_s,
                 rewrites_context=turn.rewrites_context,
+            )
+        )
+
+    def _add_interrupted(self, turn: AgentTurn) -> None:
+        self.events[INTERRUPTED] += 1
+        self._turns.append(
+            Turn(
+                new_prompt_token_ids=turn.new_prompt_token_ids,
+                completion=turn.completion,
+                action=turn.action,
+                rewrites_context=turn.rewrites_context,
+                is_interrupted=True,
             )
         )
 
@@ -159,7 +176,7 @@ async def generate(
         raise GeneratorError(str(error)) from None
     except Exception as error:
         raise GeneratorError("the agent failed") from error
-    clock.credit(time.monotonic() - started_s - turn.completion.latency_s)
+    clock.credit(time.monotonic() - started_s - turn.latency_s)
     return turn
 
 
@@ -232,8 +249,7 @@ async def _from_env(
 
 def is_cut_short(turn: AgentTurn) -> bool:
     """True when the answer ran out of tokens before it held a whole call: what it says is not to be played."""
-    has_call = any(call.parse_error is None for call in turn.action.tool_calls)
-    return turn.completion.finish_reason == "length" and not has_call
+    return turn.completion.finish_reason == "length" and not has_whole_call(turn.action)
 
 
 def with_call_limit(turn: AgentTurn, *, max_calls: int) -> AgentTurn:

@@ -71,7 +71,7 @@ class Renderer(Protocol):
 
         Args:
             prompt_token_ids: the whole prompt of the turn before.
-            completion_token_ids: what was sampled then.
+            completion_token_ids: what was sampled then, and what was put among it by force.
             conversation: all messages so far, the assistant's last one included.
             new_messages: what the assistant is to answer.
             tools: those of the first prompt.
@@ -84,6 +84,10 @@ class Renderer(Protocol):
 
     def parse(self, token_ids: Sequence[int], *, prompt_token_ids: Sequence[int], first_call_index: int) -> Message:
         """The message that a completion holds; never fails. Call ids count on from `first_call_index`."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """[N] the ids of `text`, on its own, for an assistant's turn; the names of special tokens become these."""
         ...
 
     def encode_action(self, conversation: Sequence[Message], action: Message, tools: Sequence[ToolSchema]) -> list[int]:

@@ -106,6 +106,10 @@ class TemplateRenderer:
         is_open = ends_in_reasoning(self._tokenizer, prompt_token_ids)
         return read_message(text, reasoning_is_open=is_open, first_call_index=first_call_index)
 
+    def encode_text(self, text: str) -> list[int]:
+        """See `Renderer.encode_text`."""
+        return self._encode(text)
+
     def encode_action(self, conversation: Sequence[Message], action: Message, tools: Sequence[ToolSchema]) -> list[int]:
         """See `Renderer.encode_action`."""
         before = self._text(conversation, tools, add_generation_prompt=True)

@@ -1,49 +1,119 @@
-"""How much better than its siblings each member of a group did."""
+"""How much better than its siblings each member of a group did. Pure functions of rewards.
+
+R is a member's reward; mean and std are those of the n members of its group that have one. A member without a reward
+(nobody's score: the environment or the infrastructure failed) is left out of every statistic and gets no advantage.
+A group whose rewards are all equal, or that has a single one, tells nothing: its advantages are exactly 0.
+
+| method | advantage | also known as, source |
+|---|---|---|
+| `group_mean` | R - mean | Dr. GRPO (dr_grpo), arXiv:2503.20783, together with the learner's normalisation `fixed` |
+| `leave_one_out` | R - mean of the others = n / (n - 1) * (R - mean) | RLOO, arXiv:2402.14740 |
+| `group_normalised` | (R - mean) / (std + 1e-6) | GRPO, arXiv:2402.03300 |
+| `batch_normalised` | (R - mean) / (batch std + 1e-6) | ScaleRL, arXiv:2510.13786 |
+| `max_rl` | (R - mean) / mean | MaxRL, arXiv:2602.02710 |
+
+The batch std is the population standard deviation of all R - mean of the batch, groups that tell nothing excepted,
+whether or not they stay in the batch: many solved tasks in it do not blow up the advantages of the others.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-AdvantageMethod: TypeAlias = Literal["group_mean", "group_normalised", "leave_one_out"]
+from driftgym.errors import TrainingError
+
+GroupMethod: TypeAlias = Literal["group_mean", "leave_one_out", "group_normalised", "max_rl"]
+AdvantageMethod: TypeAlias = Literal[GroupMethod, "batch_normalised"]
+Rewards: TypeAlias = Sequence[float | None]
+Advantages: TypeAlias = list[float | None]
 
 _EPSILON = 1e-6
 
 
-def group_advantages(rewards: Sequence[float | None], *, method: AdvantageMethod) -> list[float | None]:
-    """The advantage of each member of one group.
+def has_variance(rewards: Rewards) -> bool:
+    """True when two members have different rewards: without that, every advantage is 0."""
+    return len({reward for reward in rewards if reward is not None}) > 1
 
-    R is a member's reward, and the mean is over the n members that have one:
 
-    - `group_mean`: R - mean (Dr. GRPO, arXiv:2503.20783).
-    - `group_normalised`: (R - mean) / (std + 1e-6), std with n - 1 in its denominator (GRPO, arXiv:2402.03300).
-    - `leave_one_out`: R - mean of the others = n / (n - 1) · (R - mean) (RLOO, arXiv:2402.14740).
+def group_advantages(rewards: Rewards, *, method: AdvantageMethod, is_unbiased: bool = True) -> Advantages:
+    """The advantage of each member of one group, by a method that looks at no other group.
 
     Args:
-        rewards: one per member; None when the member was not scored. It is left out of the statistics.
-        method: one of the above.
+        rewards: [members] None when the member was not scored.
+        method: one of the above, not `batch_normalised`.
+        is_unbiased: for `group_normalised`: the std has n - 1 in its denominator; else n (population).
 
     Returns:
-        One per member; None where the reward is None; exactly 0 when all rewards are equal or there is only one.
+        [members] None where the reward is None; all finite.
 
     Raises:
-        ValueError: a reward is not finite.
+        ValueError: a reward is not finite, or the method needs the whole batch.
+        TrainingError: `max_rl`, and the mean of different rewards is not above 0.
     """
-    scored = [float(reward) for reward in rewards if reward is not None]
+    if method == "batch_normalised":
+        raise ValueError("batch_normalised is of a whole batch: see batch_advantages")
+    centred = _centred(rewards)
+    divisor = _divisor(_scored(rewards), method, is_unbiased=is_unbiased) if has_variance(rewards) else 1.0
+    return _divided(centred, divisor)
+
+
+def batch_advantages(groups: Sequence[Rewards], *, method: AdvantageMethod) -> list[Advantages]:
+    """The advantage of each member of each group of a batch, by any method. Raises as `group_advantages` does.
+
+    Args:
+        groups: [groups][members] the rewards.
+        method: one of the above; `group_normalised` with the unbiased std.
+
+    Returns:
+        [groups][members] None where the reward is None; all finite.
+    """
+    if method != "batch_normalised":
+        return [group_advantages(rewards, method=method) for rewards in groups]
+    centred = [_centred(rewards) for rewards in groups]
+    telling = [_scored(values) for rewards, values in zip(groups, centred, strict=True) if has_variance(rewards)]
+    flat = [value for values in telling for value in values]
+    divisor = _std(flat, mean=0.0, is_unbiased=False) if flat else 1.0
+    return [_divided(values, divisor) for values in centred]
+
+
+def _centred(rewards: Rewards) -> Advantages:
+    """R - mean, exactly 0 where all are equal. Raises ValueError when a reward is not finite."""
+    scored = _scored(rewards)
     if not all(math.isfinite(reward) for reward in scored):
-        raise ValueError(f"group_advantages: a reward is not finite: {list(rewards)}")
-    if not scored or min(scored) == max(scored):
+        raise ValueError(f"a reward is not finite: {list(rewards)}")
+    if not has_variance(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
-    mean = math.fsum(scored) / len(scored)
-    scale = _scale(scored, mean, method)
-    return [None if reward is None else (reward - mean) * scale for reward in rewards]
+    mean = _mean(scored)
+    return [None if reward is None else reward - mean for reward in rewards]
 
 
-def _scale(scored: Sequence[float], mean: float, method: AdvantageMethod) -> float:
-    """What R - mean is multiplied by; there are at least two rewards, not all equal."""
-    num = len(scored)
-    if method == "group_mean":
-        return 1.0
+def _divisor(scored: Sequence[float], method: GroupMethod, *, is_unbiased: bool) -> float:
+    """What R - mean is divided by; there are at least two rewards, not all equal."""
+    mean = _mean(scored)
     if method == "leave_one_out":
-        return num / (num - 1)
-    variance = math.fsum((reward - mean) ** 2 for reward in scored) / (num - 1)
-    return 1.0 / (math.sqrt(variance) + _EPSILON)
+        return 1.0 - 1.0 / len(scored)
+    if method == "group_normalised":
+        return _std(scored, mean=mean, is_unbiased=is_unbiased)
+    if method == "max_rl":
+        if mean <= 0:
+            raise TrainingError(f"max_rl divides by the mean reward, which must be above 0; rewards: {list(scored)}")
+        return mean
+    return 1.0
+
+
+def _divided(values: Advantages, divisor: float) -> Advantages:
+    return [None if value is None else value / divisor for value in values]
+
+
+def _std(values: Sequence[float], *, mean: float, is_unbiased: bool) -> float:
+    """The standard deviation and a little, so that it can be divided by."""
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - is_unbiased)
+    return math.sqrt(variance) + _EPSILON
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _scored(rewards: Iterable[float | None]) -> list[float]:
+    return [float(reward) for reward in rewards if reward is not None]

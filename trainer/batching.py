@@ -1,22 +1,30 @@
 """Segments become micro-batches of tensors, and micro-batches become per-token log-probs.
 
-Legend: B rows, T tokens of the longest row, H the model's width, V its vocabulary, N the trained tokens of the
-micro-batch, flat. Rows are padded on the right, so with causal attention no real token ever sees padding: no attention
-mask is made, and padding changes nothing. Rows of like length share a micro-batch. A row ends where its last trained
-token is predicted, and logits are computed only where a trained token is predicted: most of [B, T, V] is never made.
+A micro-batch is packed or padded, whichever reads less; `packing` says when. Packed rows are one sequence in which what
+rows begin with in common stands once. Padded rows are padded on the right, so with causal attention no real token ever
+sees padding: no attention mask is made, and padding changes nothing. A row ends where its last trained token is
+predicted, and logits are computed only where a trained token is predicted: most of [B, T, V] is never made.
+
+Legend: B rows (1 where they are packed), T tokens (of the longest row, or of the packed sequence), H the model's width,
+V its vocabulary, N the trained tokens of the micro-batch, flat, row by row.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from driftgym.trainer.head import head_logits
 from driftgym.trainer.last_layer import hidden_states_at
-from driftgym.trainer.objectives import TokenBatch
-from driftgym.types import Segment
+from driftgym.trainer.packed_attention import PackedRows, packed_rows, packed_token_ids, takes_packed_rows
+from driftgym.trainer.packing import in_prefix_order, pays, plan_packing, shared_lengths
+from driftgym.types import Int32Array, Segment
+
+_MAX_KEYS_PER_TOKEN = 8  # that attention gathers for a token read: bounds its memory where rows share much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +59,17 @@ class MicroBatch:
     """Rows that go through the model together. Made by `micro_batch`."""
 
     token_ids: Tensor
-    """[B, T] int64, padded on the right with 0."""
+    """[B, T] int64, padded on the right with 0; [1, T] where rows are packed."""
     predictors: Tensor
     """[N] int64: where in the flat [B·T] each trained token is predicted."""
+    predictor_positions: Tensor
+    """[N] int64: the position in its row at which each trained token is predicted."""
+    packed_rows: PackedRows | None
+    """How rows are packed; None: they are padded."""
     targets: Tensor
     """[N] int64: the trained tokens."""
+    rows: Tensor
+    """[N] int64: the row of each trained token, as an index into the list of rows that the batch was made of."""
     behaviour_logprobs: Tensor
     """[N]."""
     advantages: Tensor
@@ -66,15 +80,20 @@ class MicroBatch:
     """[N] int64: the trainer's policy version minus the token's."""
     exact: Tensor
     """[N] bool: the engine's log-prob is one that re-scoring reproduces."""
+    num_padding: int
+    """Of the tokens that the model reads, those that are padding."""
 
-    def tokens(self, logprobs: Tensor) -> TokenBatch:
-        """What an objective reads, for [N] `logprobs` of the targets."""
-        return TokenBatch(
-            logprobs=logprobs,
-            behaviour_logprobs=self.behaviour_logprobs.to(logprobs.dtype),
-            advantages=self.advantages.to(logprobs.dtype),
-            mask=torch.ones_like(self.exact),
-        )
+    @property
+    def num_inputs(self) -> int:
+        """The tokens that the model reads, padding included."""
+        return self.token_ids.numel()
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """`token_ids` and `predictors` as those of padded rows."""
+        if self.packed_rows is None:
+            return self.token_ids, self.predictors
+        paths = self.packed_rows.paths
+        return self.token_ids[0][paths], self.rows * paths.shape[1] + self.predictor_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,10 +110,15 @@ class TokenScores:
     """[N] the entropy of the distribution it is drawn from, in nats, without a gradient."""
 
 
-def plan_micro_batches(rows: Sequence[Row], *, max_tokens: int) -> list[list[Row]]:
-    """Rows in groups of like length, each of at most `max_tokens` tokens, padding included, or of a single row.
+def plan_micro_batches(rows: Sequence[Row], *, max_tokens: int, packs: bool = True) -> list[list[Row]]:
+    """Rows in parts of which the model reads at most `max_tokens` tokens, padding included, or of a single row.
 
-    Rows in which nothing is trained are left out.
+    The rows of a group are kept together where they fit. Rows in which nothing is trained are left out.
+
+    Args:
+        rows: training rows.
+        max_tokens: of a part.
+        packs: false for a model that reads padded rows only.
 
     Raises:
         ValueError: a segment trains its first token, which nothing predicts.
@@ -102,41 +126,162 @@ def plan_micro_batches(rows: Sequence[Row], *, max_tokens: int) -> list[list[Row
     for row in rows:
         if len(row.segment.loss_mask) and row.segment.loss_mask[0]:
             raise ValueError(f"segment of {row.segment.trajectory_id}: its first token cannot be trained")
-    groups: list[list[Row]] = []
-    width = 0
-    for row in sorted((row for row in rows if row.num_inputs), key=lambda row: -row.num_inputs):
-        if not groups or width * (len(groups[-1]) + 1) > max_tokens:
-            groups.append([])
-            width = row.num_inputs
-        groups[-1].append(row)
-    return groups
+    inputs = [(row, row.num_inputs) for row in rows]
+    sized = [(row, num_inputs) for row, num_inputs in inputs if num_inputs]
+    by_length = _parts_by_length(sized, max_tokens=max_tokens)
+    if not packs:
+        return by_length.parts
+    by_group = _parts_by_group(sized, max_tokens=max_tokens)
+    return by_group.parts if pays(num_packed=by_group.num_read, num_padded=by_length.num_read) else by_length.parts
 
 
-def micro_batch(rows: Sequence[Row], *, policy_version: int, device: torch.device) -> MicroBatch:
-    """The tensors of one group of rows."""
-    width = max(row.num_inputs for row in rows)
-    token_ids = np.zeros((len(rows), width), dtype=np.int64)
-    trained: list[np.ndarray[Any, np.dtype[np.intp]]] = []
-    for index, row in enumerate(rows):
-        token_ids[index, : row.num_inputs] = row.segment.token_ids[: row.num_inputs]
-        trained.append(np.flatnonzero(row.segment.train_mask))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Parts, and how many tokens the model reads for all of them."""
+
+    parts: list[list[Row]]
+    num_read: int
+
+
+def _parts_by_length(rows: Sequence[tuple[Row, int]], *, max_tokens: int) -> _Plan:
+    """Padded rows of like length."""
+    parts: list[list[Row]] = []
+    width = num_read = 0
+    for row, num_inputs in sorted(rows, key=lambda each: -each[1]):
+        if not parts or width * (len(parts[-1]) + 1) > max_tokens:
+            parts.append([])
+            width = num_inputs
+        parts[-1].append(row)
+        num_read += width
+    return _Plan(parts=parts, num_read=num_read)
+
+
+def _parts_by_group(rows: Sequence[tuple[Row, int]], *, max_tokens: int) -> _Plan:
+    """Packed rows, sorted by their tokens within groups, and groups among each other."""
+    inputs = [row.segment.token_ids[:num_inputs] for row, num_inputs in rows]
+    groups: dict[str, list[int]] = {}
+    for index in in_prefix_order(inputs):
+        segment = rows[index][0].segment
+        groups.setdefault(segment.group_id or f"\0{index}", []).append(index)
+    order = [index for group in groups.values() for index in group]
+    run = _Run([inputs[index] for index in order], max_tokens=max_tokens)
+    parts: list[list[Row]] = []
+    num_read = start = first = 0
+    for last in np.cumsum([len(group) for group in groups.values()]).tolist():
+        cuts = run.cuts(start, first, last)
+        for end in cuts:
+            parts.append([rows[index][0] for index in order[start:end]])
+            num_read += run.num_read(start, end)
+            start = end
+        first = last
+    if start < len(order):
+        parts.append([rows[index][0] for index in order[start:]])
+        num_read += run.num_read(start, len(order))
+    return _Plan(parts=parts, num_read=num_read)
+
+
+class _Run:
+    """Token sequences in the order in which they are cut into parts."""
+
+    def __init__(self, ordered: Sequence[Int32Array], *, max_tokens: int) -> None:
+        self._lengths = [len(sequence) for sequence in ordered]
+        self._length_sums = [0, *itertools.accumulate(self._lengths)]
+        self._shared_sums = [0, *itertools.accumulate(shared_lengths(ordered))]
+        self._max_tokens = max_tokens
+
+    def cuts(self, start: int, first: int, last: int) -> list[int]:
+        """Where a part begun at `start` ends, and those after it, when the group from `first` to `last` is added."""
+        cuts: list[int] = []
+        if start < first and not self._fits(start, last):
+            cuts.append(first)
+            start = first
+        while not self._fits(start, last):
+            end = next(end for end in range(last - 1, start, -1) if end == start + 1 or self._fits(start, end))
+            cuts.append(end)
+            start = end
+        return cuts
+
+    def num_read(self, start: int, end: int) -> int:
+        """How many tokens the model reads for the sequences from `start` to before `end`, padding included."""
+        num_shared = self._shared_sums[end] - self._shared_sums[start + 1]
+        num_packed = self._length_sums[end] - self._length_sums[start] - num_shared
+        num_padded = (end - start) * max(self._lengths[start:end])
+        return num_packed if pays(num_packed=num_packed, num_padded=num_padded) else num_padded
+
+    def _fits(self, start: int, end: int) -> bool:
+        num_keys = self._length_sums[end] - self._length_sums[start]
+        is_small = self.num_read(start, end) <= self._max_tokens and num_keys <= _MAX_KEYS_PER_TOKEN * self._max_tokens
+        return is_small or end - start == 1
+
+
+def micro_batch(rows: Sequence[Row], *, policy_version: int, device: torch.device, packs: bool = True) -> MicroBatch:
+    """The tensors of one part of the rows.
+
+    Args:
+        rows: each with a trained token.
+        policy_version: the trainer's, from which lags are counted.
+        device: where the model is.
+        packs: false pads rows in any case.
+    """
+    trained = [np.flatnonzero(row.segment.train_mask) for row in rows]
+    sequences = [row.segment.token_ids[: where[-1]] for row, where in zip(rows, trained, strict=True)]
+    counts = [len(where) for where in trained]
+    owners = np.repeat(np.arange(len(rows)), counts)
+    positions = np.concatenate(trained) - 1
 
     def gather(name: str) -> Tensor:
         """[N] the field `name` of every trained token."""
         values = [getattr(row.segment, name)[where] for row, where in zip(rows, trained, strict=True)]
         return torch.from_numpy(np.concatenate(values)).to(device)
 
-    offsets = [where - 1 + index * width for index, where in enumerate(trained)]
-    weights = [np.full(len(where), row.token_weight) for row, where in zip(rows, trained, strict=True)]
+    inputs = _inputs(sequences, device=device, packs=packs)
     return MicroBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        predictors=torch.from_numpy(np.concatenate(offsets)).to(device),
+        token_ids=inputs.token_ids,
+        predictors=torch.from_numpy(inputs.places[owners, positions]).to(device),
+        predictor_positions=torch.from_numpy(positions).to(device),
+        packed_rows=inputs.packed_rows,
+        num_padding=inputs.num_padding,
         targets=gather("token_ids").long(),
+        rows=torch.from_numpy(owners).to(device),
         behaviour_logprobs=gather("behaviour_logprobs"),
         advantages=gather("advantages"),
-        weights=torch.from_numpy(np.concatenate(weights)).to(device),
+        weights=torch.from_numpy(np.repeat([row.token_weight for row in rows], counts)).to(device),
         lags=policy_version - gather("policy_versions").long(),
         exact=gather("exact_mask"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Inputs:
+    """What the model reads."""
+
+    token_ids: Tensor
+    """[B, T], or [1, T]."""
+    places: NDArray[np.int64]
+    """[B, W] where each token of a row stands in the flat `token_ids`."""
+    packed_rows: PackedRows | None
+    num_padding: int
+
+
+def _inputs(sequences: Sequence[Int32Array], *, device: torch.device, packs: bool) -> _Inputs:
+    width = max(map(len, sequences))
+    num_padded = len(sequences) * width
+    plan = plan_packing(sequences) if packs else None
+    if plan is not None and pays(num_packed=plan.num_tokens, num_padded=num_padded):
+        return _Inputs(
+            token_ids=packed_token_ids(plan, sequences, device=device),
+            places=plan.paths,
+            packed_rows=packed_rows(plan, device=device),
+            num_padding=0,
+        )
+    token_ids = np.zeros((len(sequences), width), dtype=np.int64)
+    for index, sequence in enumerate(sequences):
+        token_ids[index, : len(sequence)] = sequence
+    return _Inputs(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        places=np.arange(num_padded).reshape(len(sequences), width),
+        packed_rows=None,
+        num_padding=num_padded - sum(map(len, sequences)),
     )
 
 
@@ -149,10 +294,20 @@ def score_tokens(model: nn.Module, batch: MicroBatch, *, temperature: float) -> 
         batch: what is scored.
         temperature: divides the logits, as it did when the tokens were sampled.
     """
-    hidden_NH = hidden_states_at(model, batch.token_ids, batch.predictors)
-    logits_NV = model.get_output_embeddings()(hidden_NH)  # type: ignore[operator]
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    if batch.packed_rows is None or takes_packed_rows(model):
+        hidden_NH = hidden_states_at(model, batch.token_ids, batch.predictors, packed_rows=batch.packed_rows)
+    else:
+        hidden_NH = hidden_states_at(model, *batch.padded())
+    logits_NV = head_logits(model.get_output_embeddings(), hidden_NH)  # type: ignore[operator]
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    with torch.no_grad():
-        entropies = torch.special.entr(logprobs_NV.exp()).sum(dim=-1)
-    return TokenScores(logprobs=logprobs_NV.gather(1, batch.targets[:, None]).squeeze(1), entropies=entropies)
+    return TokenScores(
+        logprobs=logprobs_NV.gather(1, batch.targets[:, None]).squeeze(1), entropies=_entropies(logprobs_NV.detach())
+    )
+
+
+def _entropies(logprobs: Tensor) -> Tensor:
+    """[N] of [N, V] distributions, in nats; a token of probability 0 adds nothing."""
+    finite_NV = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+    return -(finite_NV.exp().mul_(finite_NV)).sum(dim=-1)

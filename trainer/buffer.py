@@ -22,6 +22,8 @@ class Batch:
     """The groups to train, in the order they are due; empty when nothing is left to train."""
     dropped: tuple[TrajectoryGroup, ...]
     """Groups that were too old and are left out."""
+    filtered: tuple[TrajectoryGroup, ...] = ()
+    """Groups that tell nothing, their advantages being all 0, and are left out; none as the buffer gives it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from driftgym.trainer.tally import Tally
 from driftgym.types import Trajectory, TrajectoryGroup
 
 _EVENT_KEY = "event:"  # in `meta`, before the name of what is counted
-GroupState = Literal["issued", "finished", "failed", "trained", "dropped"]
+GroupState = Literal["issued", "finished", "failed", "trained", "dropped", "filtered"]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -79,6 +79,8 @@ class Counts:
     """Groups of which no member is scored: consumed without a step."""
     groups_dropped: int
     """Groups left out for their age."""
+    groups_filtered: int = 0
+    """Groups left out because their advantages are all 0."""
 
 
 class Journal:
@@ -182,30 +184,30 @@ class Journal:
         step: int,
         trained: Sequence[str],
         dropped: Sequence[str],
+        filtered: Sequence[str] = (),
         row: Mapping[str, Any],
         lags: LagHistogram,
     ) -> None:
-        """A step was done: `trained` groups went into it, `dropped` ones were too old; `row` are its metrics.
+        """A step was done: `trained` groups went into it, `dropped` ones were too old, `filtered` ones told
+        nothing; `row` are its metrics.
 
         Raises:
             TrainingError: one of them is not finished, or was consumed before; nothing is changed.
         """
         with self._transaction():
-            for group_id in trained:
-                self._consume(group_id, "trained", step=step)
-            for group_id in dropped:
-                self._consume(group_id, "dropped", step=step)
+            self._consume(trained, "trained", step=step)
+            self._consume(dropped, "dropped", step=step)
+            self._consume(filtered, "filtered", step=step)
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?)",
                 (step, self._incarnation, json.dumps(row), json.dumps(lags.counts)),
             )
 
-    def _consume(self, group_id: str, state: GroupState, *, step: int) -> None:
-        changed = self._db.execute(
-            "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'", (state, step, group_id)
-        )
-        if changed.rowcount != 1:
-            raise TrainingError(f"step {step} consumed {group_id}, which is not finished and unconsumed")
+    def _consume(self, group_ids: Iterable[str], state: GroupState, *, step: int) -> None:
+        sql = "UPDATE groups SET state = ?, step = ? WHERE group_id = ? AND state = 'finished'"
+        for group_id in group_ids:
+            if self._db.execute(sql, (state, step, group_id)).rowcount != 1:
+                raise TrainingError(f"step {step} consumed {group_id}, which is not finished and unconsumed")
 
     def roll_back(self, step: int) -> None:
         """Back to the moment after `step`: what later steps consumed is unconsumed, and groups that failed since, or
@@ -213,7 +215,8 @@ class Journal:
         with self._transaction():
             self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._db.execute(
-                "UPDATE groups SET state = 'finished', step = NULL WHERE state IN ('trained', 'dropped') AND step > ?",
+                "UPDATE groups SET state = 'finished', step = NULL"
+                " WHERE state IN ('trained', 'dropped', 'filtered') AND step > ?",
                 (step,),
             )
             lost = self._db.execute(
@@ -264,12 +267,15 @@ class Journal:
 
     def counts(self) -> Counts:
         """How many episodes started, finished, were trained; and the groups that were not."""
-        ((started, finished, trained, failed, dropped),) = self._db.execute(
-            "SELECT COALESCE(SUM(group_size), 0), COALESCE(SUM(num_ended), 0),"
-            " COALESCE(SUM(num_scored * (state = 'trained')), 0), COALESCE(SUM(state = 'failed'), 0),"
-            " COALESCE(SUM(state = 'dropped'), 0) FROM groups"
+        return _read_counts(self._db)
+
+    def rewards_by_group(self) -> list[tuple[int, list[float]]]:
+        """For each group with a scored member, in the order of issue: the index of its task, and their grades."""
+        rows = self._db.execute(
+            "SELECT task_index, json_group_array(reward) FROM episodes JOIN groups USING (group_id)"
+            " WHERE reward IS NOT NULL GROUP BY task_index ORDER BY task_index"
         )
-        return Counts(started=started, finished=finished, trained=trained, groups_failed=failed, groups_dropped=dropped)
+        return [(task_index, json.loads(rewards)) for task_index, rewards in rows]
 
     def rewards(self) -> list[float]:
         """The grades of the scored episodes, in the order in which their tasks were taken.
@@ -329,6 +335,22 @@ class Journal:
             raise
 
 
+def _read_counts(db: sqlite3.Connection) -> Counts:
+    ((started, finished, trained, failed, dropped, filtered),) = db.execute(
+        "SELECT COALESCE(SUM(group_size), 0), COALESCE(SUM(num_ended), 0),"
+        " COALESCE(SUM(num_scored * (state = 'trained')), 0), COALESCE(SUM(state = 'failed'), 0),"
+        " COALESCE(SUM(state = 'dropped'), 0), COALESCE(SUM(state = 'filtered'), 0) FROM groups"
+    )
+    return Counts(
+        started=started,
+        finished=finished,
+        trained=trained,
+        groups_failed=failed,
+        groups_dropped=dropped,
+        groups_filtered=filtered,
+    )
+
+
 def _episode_values(trajectory: Trajectory) -> tuple[Any, ...]:
     return (
         trajectory.group_id,
@@ -337,7 +359,7 @@ def _episode_values(trajectory: Trajectory) -> tuple[Any, ...]:
         trajectory.status.value,
         trajectory.reward,
         trajectory.num_sampled_tokens,
-        len(trajectory.turns),
+        trajectory.num_turns,
         trajectory.started_at,
         trajectory.ended_at,
         _sql_text(trajectory.error),

@@ -4,10 +4,12 @@
 of `training_client.TrainingClient`, after a first `start`.
 """
 
+import copy
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from driftgym.processes import serve_calls
 from driftgym.trainer.adapters import adapters_of
 from driftgym.trainer.batching import Row
 from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
-from driftgym.trainer.learner_config import LearnerSpec, OptimizerConfig, ReinforceConfig
+from driftgym.trainer.learner_config import LearnerSpec, OptimizerConfig
 from driftgym.trainer.learner_state import load_state, save_state
 from driftgym.trainer.model_loading import load_model, named_weights, trained_parameters
 from driftgym.trainer.models import ordinary_token_ids
-from driftgym.trainer.objectives import token_weights
+from driftgym.trainer.objective_config import ObjectiveConfig
+from driftgym.trainer.objectives import LossSpec, token_weights
 from driftgym.trainer.training_client import StepReport
 from driftgym.trainer.warmup import warmup_batches, warmup_learning_rate
 from driftgym.trainer.weights import WeightPublisher
@@ -44,14 +47,19 @@ class Learner:
         self._spec = spec
         device = torch.device("cpu")
         self._model = load_model(spec.model, spec.model_folder, seed=spec.seed, device=device)
-        self._parameters = trained_parameters(self._model)
-        self._optimizer = _adamw(self._parameters, spec.config.optimizer)
+        self.parameters = trained_parameters(self._model)
+        """What training changes, by name."""
+        self._optimizer = _adamw(self.parameters, spec.config.optimizer)
+        loss = LossSpec(
+            objective=spec.config.objective, kl=spec.config.kl, max_failure_drift=spec.config.max_failure_drift
+        )
         self._settings = PassSettings(
-            objective=spec.config.objective,
+            loss=loss,
             temperature=spec.temperature,
             max_tokens=spec.config.micro_batch_tokens,
             device=device,
         )
+        self._reference: torch.nn.Module | None = None
         self._publisher: WeightPublisher | None = None
         self.policy_version = 0
 
@@ -59,12 +67,11 @@ class Learner:
         """See TrainingClient. Without a trained token that has an advantage, weights and optimizer stay as they are."""
         started = time.perf_counter()
         rows = self._rows(segments)
+        settings = replace(self._settings, reference=self._reference_policy())
         try:
-            report = accumulate_gradients(
-                self._model, rows, policy_version=self.policy_version, settings=self._settings
-            )
+            report = accumulate_gradients(self._model, rows, policy_version=self.policy_version, settings=settings)
             grad_norm = self._checked_grad_norm(report, rows)
-            updates = any(row.has_gradient for row in rows)
+            updates = self._moves(rows)
             learning_rate = _step_learning_rate(self._spec.config.optimizer, self.policy_version)
             if updates:
                 _set_learning_rate(self._optimizer, learning_rate)
@@ -72,7 +79,7 @@ class Learner:
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         self.policy_version += 1
-        num_lag0, ratio_sum = report.lag0()
+        lag0_ratios = report.lag0_log_ratios().exp()
         num_sampled = sum(int(segment.loss_mask.sum()) for segment in segments)
         num_trained = sum(int(segment.train_mask.sum()) for segment in segments)
         metrics = report.metrics() | {
@@ -85,18 +92,40 @@ class Learner:
             "learner_step_s": time.perf_counter() - started,
         }
         return StepReport(
-            policy_version=self.policy_version, metrics=metrics, num_lag0_tokens=num_lag0, lag0_ratio_sum=ratio_sum
+            policy_version=self.policy_version,
+            metrics=metrics,
+            num_lag0_tokens=len(lag0_ratios),
+            lag0_ratio_sum=float(lag0_ratios.sum()),
         )
+
+    def _moves(self, rows: Sequence[Row]) -> bool:
+        """True when a trained token has a gradient."""
+        if self._settings.loss.moves_without_advantage:
+            return any(row.num_inputs for row in rows)
+        return any(row.has_gradient for row in rows)
+
+    def _reference_policy(self) -> torch.nn.Module | None:
+        """The policy as it was before the first step, where the loss reads it; kept apart, and by checkpoints too."""
+        if self._settings.loss.needs_reference and self._reference is None:
+            self._reference = copy.deepcopy(self._model).requires_grad_(False).eval()
+        return self._reference
+
+    def _reference_parameters(self) -> dict[str, torch.nn.Parameter] | None:
+        reference = self._reference_policy()
+        if reference is None:
+            return None
+        parameters = dict(reference.named_parameters())
+        return {name: parameters[name] for name in self.parameters}
 
     def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
         """See TrainingClient. Uses an optimizer of its own, so that RL starts with a fresh one."""
         started = time.perf_counter()
         warmup, optimizer_config = self._spec.warmup, self._spec.config.optimizer
-        optimizer = _adamw(self._parameters, optimizer_config)
+        optimizer = _adamw(self.parameters, optimizer_config)
         ordinary = ordinary_token_ids(self._spec.model_folder, vocab_size=self._model.config.vocab_size)
         batches = warmup_batches(segments, config=warmup, ordinary_token_ids=ordinary, seed=self._spec.seed)
         settings = PassSettings(
-            objective=ReinforceConfig(),
+            loss=LossSpec(objective=ObjectiveConfig(name="reinforce")),
             temperature=self._settings.temperature,
             max_tokens=self._settings.max_tokens,
             device=self._settings.device,
@@ -117,12 +146,16 @@ class Learner:
             "warmup_s": time.perf_counter() - started,
         }
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight by the name that it is published under; see model_loading.named_weights."""
+        return named_weights(self._model)
+
     def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
         """See TrainingClient."""
         if self._publisher is None or self._publisher.root != folder:
             self._publisher = self._new_publisher(folder)
         return self._publisher.publish(
-            named_weights(self._model), self.policy_version, adapters=adapters_of(self._model), is_last=is_last
+            self.weights(), self.policy_version, adapters=adapters_of(self._model), is_last=is_last
         )
 
     def _new_publisher(self, folder: Path) -> WeightPublisher:
@@ -137,11 +170,23 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """See TrainingClient."""
-        save_state(folder, parameters=self._parameters, optimizer=self._optimizer, policy_version=self.policy_version)
+        save_state(
+            folder,
+            parameters=self.parameters,
+            optimizer=self._optimizer,
+            policy_version=self.policy_version,
+            reference=self._reference_parameters(),
+        )
 
     def load(self, folder: Path, *, policy_version: int) -> None:
         """See TrainingClient."""
-        load_state(folder, parameters=self._parameters, optimizer=self._optimizer, policy_version=policy_version)
+        load_state(
+            folder,
+            parameters=self.parameters,
+            optimizer=self._optimizer,
+            policy_version=policy_version,
+            reference=self._reference_parameters(),
+        )
         self.policy_version = policy_version
 
     def _rows(self, segments: Sequence[Segment]) -> list[Row]:
@@ -149,7 +194,8 @@ class Learner:
         config = self._spec.config
         weights = token_weights(
             [int(segment.loss_mask.sum()) for segment in segments],
-            aggregation=config.aggregation,
+            normalisation=config.normalisation,
+            groups=[segment.group_id or (segment.trajectory_id, index) for index, segment in enumerate(segments)],
             fixed_num_tokens=config.fixed_num_tokens,
         )
         return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
@@ -160,7 +206,7 @@ class Learner:
         Raises:
             TrainingError: the loss or a gradient is not finite; names the trajectories that make it so.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._spec.config.optimizer.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._spec.config.optimizer.max_grad_norm)
         grad_norm = float(norm)
         if math.isfinite(report.loss) and math.isfinite(grad_norm):
             return grad_norm
@@ -175,8 +221,9 @@ class Learner:
         named: list[str] = []
         for row in rows:
             self._optimizer.zero_grad(set_to_none=True)
-            report = accumulate_gradients(self._model, [row], policy_version=0, settings=self._settings)
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            settings = replace(self._settings, reference=self._reference)
+            report = accumulate_gradients(self._model, [row], policy_version=0, settings=settings)
+            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
             if math.isfinite(report.loss) and all(bool(gradient.isfinite().all()) for gradient in gradients):
                 continue
             if len(named) == _MAX_NAMED:

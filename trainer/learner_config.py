@@ -2,44 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
 
 import pydantic
 
 from driftgym.config import Config
 from driftgym.trainer.models import ModelConfig
+from driftgym.trainer.objective_config import KlConfig, Normalisation, ObjectiveConfig
 from driftgym.types import WeightKind
-
-Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
-
-
-class ReinforceConfig(Config):
-    """The policy gradient without any correction for lag."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-class PpoConfig(Config):
-    """The clipped objective, its ratio taken against the policy that wrote the token."""
-
-    name: Literal["ppo"] = "ppo"
-    eps_low: float = pydantic.Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - eps_low.")
-    eps_high: float = pydantic.Field(0.28, ge=0, description="The ratio is clipped above at 1 + eps_high.")
-    dual_clip: float | None = pydantic.Field(
-        None,
-        gt=1,
-        description="Bounds the loss of a token of negative advantage at this multiple of it; null: no bound.",
-    )
-
-
-class TisConfig(Config):
-    """The policy gradient, each token weighted by its ratio, capped (truncated importance sampling)."""
-
-    name: Literal["tis"] = "tis"
-    cap: float = pydantic.Field(2.0, gt=0, description="No token weighs more than this.")
-
-
-ObjectiveConfig: TypeAlias = Annotated[ReinforceConfig | PpoConfig | TisConfig, pydantic.Field(discriminator="name")]
 
 
 class OptimizerConfig(Config):
@@ -65,12 +34,19 @@ class OptimizerConfig(Config):
 class LearnerConfig(Config):
     """How a batch of segments becomes an optimizer step."""
 
-    objective: ObjectiveConfig = TisConfig()
-    aggregation: Aggregation = pydantic.Field(
-        "token_mean", description="How the losses of tokens are added up; see objectives.token_weights."
+    objective: ObjectiveConfig = ObjectiveConfig()
+    max_failure_drift: float | None = pydantic.Field(
+        None,
+        ge=0,
+        description="Segments of advantage 0 or less are left out once the policy gives them so many nats a token less "
+        "than their writer did; null leaves none out beyond what the objective does.",
+    )
+    kl: KlConfig | None = pydantic.Field(None, description="A section turns the pull towards the first weights on.")
+    normalisation: Normalisation = pydantic.Field(
+        "token", description="How the losses of tokens are added up; see objectives.normalisation."
     )
     fixed_num_tokens: int | None = pydantic.Field(
-        None, gt=0, description="With aggregation `fixed`: the tokens per segment that the loss is divided by."
+        None, gt=0, description="With normalisation `fixed`: the tokens per segment that the loss is divided by."
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = pydantic.Field(
@@ -80,8 +56,8 @@ class LearnerConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _check_fixed(self) -> "LearnerConfig":
-        if (self.aggregation == "fixed") != (self.fixed_num_tokens is not None):
-            raise ValueError("fixed_num_tokens is given exactly when aggregation is `fixed`")
+        if (self.normalisation == "fixed") != (self.fixed_num_tokens is not None):
+            raise ValueError("fixed_num_tokens is given exactly when normalisation is `fixed`")
         return self
 
 
@@ -105,8 +81,8 @@ class LearnerSpec:
 
     >>> spec = LearnerSpec(model=ModelConfig(path="m"), model_folder=Path("/m"), config=LearnerConfig(),
     ...                    warmup=WarmupConfig(), seed=0, temperature=1.0, incarnation=1)
-    >>> spec.config.aggregation
-    'token_mean'
+    >>> spec.config.normalisation
+    'token'
     """
 
     model: ModelConfig

@@ -8,101 +8,30 @@ learner, generators that are gone, and a lag above the bound end it with an erro
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import pydantic
 
 from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode
-from driftgym.config import Config, Limits
+from driftgym.config import Limits
 from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
-from driftgym.trainer.advantages import AdvantageMethod
 from driftgym.trainer.buffer import Batch, GroupBuffer
+from driftgym.trainer.curriculum import Curriculum, TaskSource
 from driftgym.trainer.journal import Journal
+from driftgym.trainer.left_out import LeftOut
 from driftgym.trainer.lineage import Lineage, write_checkpoint
-from driftgym.trainer.producer import PlayGroup, Producer, Supply, TaskSource
-from driftgym.trainer.segments import group_segments, mask_stale
-from driftgym.trainer.staleness import LagHistogram, LagRule, OnLag
+from driftgym.trainer.producer import PlayGroup, Producer, Supply
+from driftgym.trainer.segments import batch_segments, mask_stale, without_zero_variance
+from driftgym.trainer.staleness import LagHistogram, LagRule
 from driftgym.trainer.stop import RunInterruptedError, Stop
 from driftgym.trainer.summary import LengthRatio, RunClock, batch_figures
+from driftgym.trainer.trainer_config import TrainerConfig
 from driftgym.trainer.training_client import StepReport, TrainingClient
 from driftgym.types import Segment, TrajectoryGroup, WeightUpdate
-
-_SYNC: Mapping[str, Any] = {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1}
-
-
-class TrainerConfig(Config):
-    """How rollouts and optimizer steps go together."""
-
-    mode: Literal["async", "sync"] = pydantic.Field(
-        "async",
-        description="`sync` generates a batch with the newest weights, then trains it, in turn; it settles max_lag, "
-        "weight_update and publish_every_steps.",
-    )
-    max_steps: int = pydantic.Field(100, gt=0, description="The run ends with this policy version.")
-    groups_per_step: int = pydantic.Field(4, gt=0)
-    group_size: int = pydantic.Field(8, gt=0, description="Episodes of the same task.")
-    max_lag: int = pydantic.Field(8, ge=0, description="No token is trained with a lag above it.")
-    on_lag: OnLag = pydantic.Field(
-        "wait",
-        description="At the bound: wait for the group that is due, mask old tokens, drop groups with one.",
-    )
-    max_in_flight_groups: int = pydantic.Field(
-        16, gt=0, description="Groups being played, or finished and not yet taken by a step."
-    )
-    publish_every_steps: int = pydantic.Field(
-        4, gt=0, description="Steps between two publications; each makes generators compute their KV cache anew."
-    )
-    weight_update: WeightUpdateMode = pydantic.Field(
-        "in_flight",
-        description="`in_flight`: running requests go on with the new weights; `drain`: they end with the old ones "
-        "first; `abort_resume`: they are cut, and asked for again from the tokens that they have.",
-    )
-    checkpoint_every_steps: int = pydantic.Field(50, gt=0)
-    advantage: AdvantageMethod = "group_mean"
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _fill_from_mode(cls, data: Any) -> Any:
-        """What the mode settles need not be given."""
-        return {**_SYNC, **data} if isinstance(data, dict) and data.get("mode") == "sync" else data
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "TrainerConfig":
-        for problem in (self._sync_problem(), self._async_problem()):
-            if problem:
-                raise ValueError(problem)
-        return self
-
-    def _sync_problem(self) -> str | None:
-        if self.mode == "sync" and any(getattr(self, name) != value for name, value in _SYNC.items()):
-            needs = ", ".join(f"{name}: {value}" for name, value in _SYNC.items())
-            return f"mode sync needs {needs}; set them so, or leave them out"
-        if self.mode == "sync" and self.on_lag != "wait":
-            return f"mode sync goes with on_lag: wait; {self.on_lag} would leave out what the last weights wrote"
-        return None
-
-    def _async_problem(self) -> str | None:
-        if self.publish_every_steps > self.max_lag + 1:
-            return (
-                f"publish_every_steps {self.publish_every_steps} is above max_lag + 1 = {self.max_lag + 1}: generators "
-                "would hold weights too old to train on; raise max_lag or publish more often"
-            )
-        if self.max_in_flight_groups < self.groups_per_step:
-            return (
-                f"max_in_flight_groups {self.max_in_flight_groups} is below groups_per_step {self.groups_per_step}: "
-                "no step could be filled"
-            )
-        return None
-
-    @property
-    def lag_rule(self) -> LagRule:
-        """The lag rule of this run."""
-        return LagRule(max_lag=self.max_lag, groups_per_step=self.groups_per_step, on_lag=self.on_lag)
 
 
 class Engines(Protocol):
@@ -194,10 +123,17 @@ class Trainer:
         self._update: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._buffer = GroupBuffer(self._rule, policy_version=self._version)
+        self._tasks = Curriculum(
+            parts.tasks,
+            num_tasks=config.num_tasks,
+            solved_above=config.solved_above,
+            history=journal.rewards_by_group() if config.solved_above is not None else (),
+        )
+        self._left_out = LeftOut.of(journal, self._tasks, self._rule)
 
     async def run(self) -> None:
-        """Trains until `max_steps`, and publishes the last weights. Checkpoints are written at the beginning, as
-        configured, and at the end.
+        """Trains until `max_steps`, or until every task is solved, and publishes the last weights. Checkpoints are
+        written at the beginning, as configured, and at the end.
 
         Raises:
             RunInterruptedError: the user stopped it; the checkpoint of the last step is there.
@@ -210,8 +146,8 @@ class Trainer:
         self._look_at_engines()
         async with self._producing():
             try:
-                while self._version < self._config.max_steps:
-                    await self._step()
+                while self._version < self._config.max_steps and await self._step():
+                    pass
             except RunInterruptedError:
                 await self._write_checkpoint()
                 raise
@@ -220,18 +156,27 @@ class Trainer:
         await self._write_checkpoint()
         await self._parts.client.publish(self._run_dir / "weights", is_last=True)
 
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """Waits for a batch and trains it. False when none is left, every task being solved."""
         waited = time.monotonic()
         self._metrics.show(self._buffer.waiting_for())
         batch = await self._stop.or_stop(self._next_batch())
         if not batch.groups:
-            raise TrainingError(f"the tasks ran out after step {self._version} of {self._config.max_steps}")
+            self._end_early()
+            return False
         wait_s = time.monotonic() - waited
         await self._train(batch, wait_s=wait_s)
         if self._version % self._config.publish_every_steps == 0 and self._version < self._config.max_steps:
             await self._publish()
         if self._version % self._config.checkpoint_every_steps == 0:
             await self._write_checkpoint()
+        return True
+
+    def _end_early(self) -> None:
+        when = f"after step {self._version} of {self._config.max_steps}"
+        if not self._tasks.is_solved:
+            raise TrainingError(f"the tasks ran out {when}")
+        self._metrics.say(f"all {self._tasks.num_solved} tasks are solved: the run ends {when}")
 
     async def _next_batch(self) -> Batch:
         """The next batch. What it waits for is said whenever that takes as long as a generation request may."""
@@ -244,8 +189,10 @@ class Trainer:
             waiting.cancel()
 
     async def _train(self, batch: Batch, *, wait_s: float) -> None:
+        config = self._config
+        batch = without_zero_variance(batch, zero_variance=config.zero_variance, credit=config.credit)
         segments = self._segments(batch.groups)
-        lags = self._lags(segments)
+        lags = _lags_of(segments, now=self._version, max_lag=self._rule.max_lag)
         self._metrics.show(f"training step {self._version + 1} on {len(segments)} segments")
         self._look_at_engines()
         started = time.monotonic()
@@ -255,41 +202,34 @@ class Trainer:
             raise TrainingError(f"the learner is at version {report.policy_version}, not {self._version + 1}")
         self._clock.step_s += step_s
         self._lengths.add(batch)
+        news = self._left_out.add(batch, now=self._version, rule=self._rule)
         row = self._row(batch, report, lags, step_s=step_s, wait_s=wait_s)
         self._version = report.policy_version
         self._journal.consume(
             step=self._version,
             trained=[group.group_id for group in batch.groups],
             dropped=[group.group_id for group in batch.dropped],
+            filtered=[group.group_id for group in batch.filtered],
             row=row,
             lags=lags,
         )
         self._metrics.log(row)
+        if news is not None:
+            self._metrics.say(news)
 
     def _segments(self, groups: Sequence[TrajectoryGroup]) -> list[Segment]:
-        segments = [segment for group in groups for segment in group_segments(group, method=self._config.advantage)]
+        segments = batch_segments(groups, method=self._config.advantage, credit=self._config.credit)
         if self._rule.on_lag == "mask":
             return [mask_stale(s, now=self._version, max_lag=self._rule.max_lag) for s in segments]
         return segments
 
-    def _lags(self, segments: Sequence[Segment]) -> LagHistogram:
-        """The lags of the tokens to be trained. Raises TrainingError when one is above the bound, or below 0."""
-        versions = [segment.policy_versions[segment.train_mask] for segment in segments]
-        lags = self._version - np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
-        if lags.size and (lags.max() > self._rule.max_lag or lags.min() < 0):
-            raise TrainingError(
-                f"step {self._version + 1} would train tokens of lag {lags.min()} to {lags.max()}; "
-                f"allowed is 0 to {self._rule.max_lag}"
-            )
-        return LagHistogram.of(lags)
-
     def _row(
         self, batch: Batch, report: StepReport, lags: LagHistogram, *, step_s: float, wait_s: float
     ) -> dict[str, Any]:
-        figures = batch_figures(batch, lags, now=self._version, max_lag=self._rule.max_lag)
+        figures = batch_figures(batch, lags, now=self._version, max_lag=self._rule.max_lag, credit=self._config.credit)
         counts = self._journal.counts()  # of before this step
         num_trained = sum(t.status.is_scored for group in batch.groups for t in group.trajectories)
-        num_tokens = sum(t.num_sampled_tokens for group in batch.groups for t in group.trajectories)
+        num_tokens = sum(t.num_sampled_tokens for group in batch.groups + batch.filtered for t in group.trajectories)
         return {
             "step": report.policy_version,
             "policy_version": report.policy_version,
@@ -308,6 +248,7 @@ class Trainer:
             "trainer_idle_fraction": self._clock.trainer_idle_fraction,
             **self._journal.tally.row(),
             **self._lengths.row(),
+            "tasks_left_out": self._left_out.num_tasks,
             **self._clock.row(),
             **{f"learner/{name}": value for name, value in report.metrics.items()},
         }
@@ -366,7 +307,7 @@ class Trainer:
             self._buffer.admit(row.group_id, order=row.task_index, due=due, group=restored.group)
         producer = Producer(
             play=self._parts.play,
-            tasks=self._parts.tasks,
+            tasks=self._tasks,
             rule=self._rule,
             supply=Supply(
                 group_size=self._config.group_size,
@@ -388,3 +329,14 @@ class Trainer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.close_s):
                     await asyncio.gather(producer.close(), *tasks, return_exceptions=True)
+
+
+def _lags_of(segments: Sequence[Segment], *, now: int, max_lag: int) -> LagHistogram:
+    """The lags of the tokens to be trained. Raises TrainingError when one is above the bound, or below 0."""
+    versions = [segment.policy_versions[segment.train_mask] for segment in segments]
+    lags = now - np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
+    if lags.size and (lags.max() > max_lag or lags.min() < 0):
+        raise TrainingError(
+            f"step {now + 1} would train tokens of lag {lags.min()} to {lags.max()}; allowed is 0 to {max_lag}"
+        )
+    return LagHistogram.of(lags)

@@ -12,6 +12,7 @@ from driftgym.errors import ConfigError
 from driftgym.trainer.adapters import ADAPTER_NAME
 from driftgym.trainer.last_layer import prune_last_layer
 from driftgym.trainer.models import LoraConfig, ModelConfig
+from driftgym.trainer.packed_attention import enable_packed_rows
 
 _CHECK_TOLERANCE = 1e-4
 
@@ -33,6 +34,7 @@ def load_model(config: ModelConfig, folder: Path, *, seed: int, device: torch.de
     if config.lora is not None:
         model = _with_adapters(model, config.lora, folder)
     prune_last_layer(model)
+    enable_packed_rows(model)
     return model.to(device).train()
 
 

@@ -17,7 +17,7 @@ from driftgym.agents.generators.sglang import SGLangGenerator
 from driftgym.agents.generators.vllm import VLLMGenerator
 from driftgym.agents.rendering import Renderer, make_renderer
 from driftgym.agents.rollout import run_group
-from driftgym.agents.tool_agent import ToolAgent
+from driftgym.agents.tool_agent import ToolAgent, interruption_of
 from driftgym.config import Limits
 from driftgym.envs.base import ToolEnv
 from driftgym.envs.registry import make_env
@@ -96,6 +96,7 @@ async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: C
         )
     model_folder = await asyncio.to_thread(resolve_model, config.model, relative_to=Path())
     renderer = await asyncio.to_thread(make_renderer, config.agent.renderer, model_folder)
+    interruption_of(config.agent, renderer)
     sandboxes = await open_provider(config.sandbox, say=say, run_id=config.name)
     Closer(stack, limits=config.limits, say=say).add("the sandboxes", sandboxes.close)
     return Prepared(model_folder=model_folder, renderer=renderer, sandboxes=sandboxes)

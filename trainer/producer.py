@@ -15,19 +15,12 @@ from typing import Protocol
 
 from driftgym.errors import DriftgymError, TrainingError
 from driftgym.trainer.buffer import GroupBuffer
+from driftgym.trainer.curriculum import Curriculum
 from driftgym.trainer.journal import GroupRow, Journal
 from driftgym.trainer.staleness import LagRule
 from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 _MIN_FAILED_IN_A_ROW = 8  # fewer may be bad luck: with nothing scored for longer, nothing will be
-
-
-class TaskSource(Protocol):
-    """Where tasks come from."""
-
-    def task(self, index: int) -> Task:
-        """The task at `index`, from 0, always the same. Raises IndexError when there are no more."""
-        ...
 
 
 class PlayGroup(Protocol):
@@ -61,7 +54,7 @@ class Producer:
         self,
         *,
         play: PlayGroup,
-        tasks: TaskSource,
+        tasks: Curriculum,
         rule: LagRule,
         supply: Supply,
         buffer: GroupBuffer,
@@ -73,7 +66,7 @@ class Producer:
 
         Args:
             play: plays one group.
-            tasks: what is played.
+            tasks: what is played; told what each group came to.
             rule: the lag rule.
             supply: how much is wanted.
             buffer: takes what is admitted and what has finished.
@@ -94,7 +87,8 @@ class Producer:
         self._playing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Admits groups until the tasks run out. What goes wrong here is raised in the consumer, by the buffer."""
+        """Admits groups until the tasks run out, or are all solved. What goes wrong here is raised in the consumer,
+        by the buffer."""
         try:
             while self._admit_what_fits():
                 await self._buffer.wait_change()
@@ -109,9 +103,11 @@ class Producer:
         await asyncio.gather(*self._playing, return_exceptions=True)
 
     def _admit_what_fits(self) -> bool:
-        """Starts as many groups as may start now. False when the tasks have run out."""
+        """Starts as many groups as may start now. False when no task is left."""
         while self._is_wanted():
-            index = self._again[0] if self._again else self._next_index
+            index = self._again[0] if self._again else self._tasks.next_index(self._next_index)
+            if index is None:
+                return False
             min_policy_version = self._min_policy_version()
             due = self._rule.due(min_policy_version)
             if not self._buffer.may_admit(due=due):
@@ -123,7 +119,7 @@ class Producer:
             if self._again:
                 self._again.popleft()
             else:
-                self._next_index += 1
+                self._next_index = index + 1
             self._start(task, index=index, min_policy_version=min_policy_version, due=due)
         return True
 
@@ -141,11 +137,12 @@ class Producer:
             min_policy_version=min_policy_version,
         )
         self._buffer.admit(group_id, order=index, due=due)
-        playing = asyncio.create_task(self._play_one(task, group_id, min_policy_version), name=f"group {group_id}")
+        play = self._play_one(task, group_id, index=index, min_policy_version=min_policy_version)
+        playing = asyncio.create_task(play, name=f"group {group_id}")
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
 
-    async def _play_one(self, task: Task, group_id: str, min_policy_version: int) -> None:
+    async def _play_one(self, task: Task, group_id: str, *, index: int, min_policy_version: int) -> None:
         started_at = time.time()
         try:
             group = await self._play(task, group_id=group_id, min_policy_version=min_policy_version)
@@ -155,6 +152,7 @@ class Producer:
             )
         try:
             await asyncio.to_thread(self._journal.write_trajectories, group)
+            self._tasks.saw(index, [t.reward for t in group.trajectories if t.reward is not None])
             self._finish(group)
         except DriftgymError as error:
             self._buffer.abort(error)

@@ -33,7 +33,7 @@ _COMPRESSION_LEVEL = 1  # tokens compress nearly as well as at 9, at a third of 
 _TASK_FIELDS = ("task_id", "env_id", "seed", "metadata")
 _COMPLETION_FIELDS = ("request_id", "finish_reason", "kv_min_policy_version", "latency_s", "extras")
 _COMPLETION_ARRAYS = ("token_ids", "logprobs", "policy_versions")
-_TURN_FIELDS = ("reward", "tool_latency_s", "rewrites_context")
+_TURN_FIELDS = ("reward", "tool_latency_s", "rewrites_context", "is_interrupted")
 _TRAJECTORY_FIELDS = (
     "trajectory_id",
     "group_id",

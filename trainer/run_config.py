@@ -17,7 +17,7 @@ from driftgym.errors import ConfigError
 from driftgym.metrics import MetricsConfig
 from driftgym.sandboxes.base import SandboxConfig
 from driftgym.sandboxes.pool import check_pool
-from driftgym.trainer.loop import TrainerConfig
+from driftgym.trainer.trainer_config import TrainerConfig
 from driftgym.trainer.training_client import LearnerConfig, ModelConfig, WarmupConfig
 
 RESOLVED_NAME = "config.resolved.yaml"

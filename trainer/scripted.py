@@ -34,12 +34,18 @@ from driftgym.types import (
 class ScriptedTrainingClient:
     """A learner that counts steps, and remembers which trajectories each of them trained."""
 
-    def __init__(self, *, incarnation: int = 1, step_s: float = 0.0, fail_at_step: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        incarnation: int = 1,
+        step_s: float | Callable[[int], float] = 0.0,
+        fail_at_step: int | None = None,
+    ) -> None:
         """At version 0.
 
         Args:
             incarnation: the life of the run.
-            step_s: how long a step takes.
+            step_s: how long a step takes; or a function of the version at which it is done.
             fail_at_step: this step raises TrainingError, as a dead learner does.
         """
         self._incarnation = incarnation
@@ -48,6 +54,8 @@ class ScriptedTrainingClient:
         self._version = 0
         self.trained: list[tuple[str, ...]] = []
         """The trajectories of each step since the start or the last `load`."""
+        self.segments: list[tuple[Segment, ...]] = []
+        """The rows of each step, likewise: every token that was trained, with its version, is in them."""
         self.num_warm_up_segments = 0
         """How many segments `warm_up` was given."""
         self.is_closed = False
@@ -55,11 +63,12 @@ class ScriptedTrainingClient:
 
     async def train_step(self, segments: Sequence[Segment]) -> StepReport:
         """See TrainingClient."""
-        await asyncio.sleep(self._step_s)
+        await asyncio.sleep(self._step_s(self._version) if callable(self._step_s) else self._step_s)
         if self._version + 1 == self._fail_at_step:
             raise TrainingError("the learner is gone")
         fresh = sum(int((s.train_mask & s.exact_mask & (s.policy_versions == self._version)).sum()) for s in segments)
         self.trained.append(tuple(segment.trajectory_id for segment in segments))
+        self.segments.append(tuple(segments))
         self._version += 1
         return StepReport(
             policy_version=self._version,
@@ -95,7 +104,7 @@ class ScriptedTrainingClient:
         if version != policy_version:
             raise TrainingError(f"{folder}: holds version {version}, not {policy_version}")
         self._version = version
-        self.trained = []
+        self.trained, self.segments = [], []
 
     async def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
         """See TrainingClient."""

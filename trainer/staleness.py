@@ -171,12 +171,14 @@ def stale_by_turn(groups: Iterable[TrajectoryGroup], *, now: int, max_lag: int) 
     """For each turn, the sampled tokens that are too old to train and all sampled tokens, over scored members."""
     counts: list[list[int]] = []
     for trajectory in (t for group in groups for t in group.trajectories if t.status.is_scored):
-        for index, turn in enumerate(trajectory.turns):
+        index = 0
+        for turn in trajectory.turns:
             while len(counts) <= index:
                 counts.append([0, 0])
             versions = turn.completion.policy_versions
             counts[index][0] += int(np.count_nonzero(now - versions > max_lag))
             counts[index][1] += len(versions)
+            index += not turn.is_interrupted  # what follows an interruption is of the same turn
     return tuple((stale, total) for stale, total in counts)
 
 

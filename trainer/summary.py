@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from driftgym.trainer.buffer import Batch
+from driftgym.trainer.credit import Credit, tells_apart
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.staleness import LagHistogram, stale_by_turn
-from driftgym.types import TrajectoryGroup
 
 _NUM_WINDOWS = 10
 
@@ -86,7 +86,8 @@ class RunClock:
 
 
 class LengthRatio:
-    """Mean sampled tokens of trained episodes over that of all episodes that steps were offered, dropped ones included.
+    """Mean sampled tokens of trained episodes over that of all episodes that steps were offered, dropped and
+    filtered ones included.
 
     Below 1 it says that training leans to short episodes.
 
@@ -100,7 +101,7 @@ class LengthRatio:
 
     def add(self, batch: Batch) -> None:
         """Counts the scored episodes of `batch`."""
-        for offset, groups in ((0, batch.groups), (2, batch.groups + batch.dropped)):
+        for offset, groups in ((0, batch.groups), (2, batch.groups + batch.dropped + batch.filtered)):
             scored = [t for group in groups for t in group.trajectories if t.status.is_scored]
             self._sums[offset] += sum(t.num_sampled_tokens for t in scored)
             self._sums[offset + 1] += len(scored)
@@ -118,9 +119,15 @@ class LengthRatio:
         return {"trained_length_ratio": self.value, "length_sums": list(self._sums)}
 
 
-def batch_figures(batch: Batch, lags: LagHistogram, *, now: int, max_lag: int) -> dict[str, Any]:
-    """What the row of a step says of the batch that it trained, at policy version `now`."""
-    scored = [t for group in batch.groups for t in group.trajectories if t.status.is_scored]
+def batch_figures(
+    batch: Batch, lags: LagHistogram, *, now: int, max_lag: int, credit: Credit = "episode"
+) -> dict[str, Any]:
+    """What the row of a step says of the batch that it trained, at policy version `now`.
+
+    Filtered groups count in what was played (rewards, lengths, zero variance), not in what was trained.
+    """
+    taken = batch.groups + batch.filtered
+    scored = [t for group in taken for t in group.trajectories if t.status.is_scored]
     rewards = [t.reward for t in scored if t.reward is not None]
     stale = stale_by_turn(batch.groups, now=now, max_lag=max_lag)
     return {
@@ -132,9 +139,10 @@ def batch_figures(batch: Batch, lags: LagHistogram, *, now: int, max_lag: int) -
         "num_tokens_masked": sum(count for count, _ in stale),
         "masked_share_by_turn": [count / max(total, 1) for count, total in stale] if any(c for c, _ in stale) else [],
         "groups_trained": len(batch.groups),
-        "groups_zero_variance": sum(_has_no_variance(group) for group in batch.groups),
+        "groups_zero_variance": sum(not tells_apart(group, credit=credit) for group in taken),
+        "groups_filtered": len(batch.filtered),
         "groups_dropped": len(batch.dropped),
-        "turns_mean": _mean([len(t.turns) for t in scored]),
+        "turns_mean": _mean([t.num_turns for t in scored]),
         "tokens_mean": _mean([t.num_sampled_tokens for t in scored]),
     }
 
@@ -170,6 +178,8 @@ def make_summary(journal: Journal, clock: RunClock, *, run_dir: Path, dropped_me
         "wall_s": clock.wall_s,
         "events": journal.tally.events
         | _nonzero(groups_failed=counts.groups_failed, groups_dropped=counts.groups_dropped)
+        | _nonzero(groups_filtered=counts.groups_filtered)
+        | _nonzero(tasks_left_out=rows[-1].get("tasks_left_out", 0) if rows else 0)
         | _nonzero(dropped_metrics=dropped_metrics),
         "run_dir": str(run_dir),
     }
@@ -190,10 +200,6 @@ def reward_windows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, fl
         (w[0]["step"], w[-1]["step"], _mean([r["reward_mean"] for r in w if r["reward_mean"] is not None]))
         for w in windows
     ]
-
-
-def _has_no_variance(group: TrajectoryGroup) -> bool:
-    return len({t.reward for t in group.trajectories if t.reward is not None}) <= 1
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -11,28 +11,23 @@ from driftgym.processes import ChildCallError, ChildDiedError, ChildProcess
 from driftgym.trainer.learner_config import (
     LearnerConfig,
     LearnerSpec,
-    ObjectiveConfig,
     OptimizerConfig,
-    PpoConfig,
-    ReinforceConfig,
-    TisConfig,
     WarmupConfig,
 )
 from driftgym.trainer.models import LoraConfig, ModelConfig
+from driftgym.trainer.objective_config import KlConfig, ObjectiveConfig
 from driftgym.types import Segment, WeightUpdate
 
 __all__ = [
+    "KlConfig",
     "LearnerConfig",
     "LearnerSpec",
     "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
-    "PpoConfig",
     "ProcessTrainingClient",
-    "ReinforceConfig",
     "StepReport",
-    "TisConfig",
     "TrainingClient",
     "WarmupConfig",
 ]

@@ -46,7 +46,7 @@ def warmup_batches(
         chosen, order = order[:wanted], order[wanted:]
         segments = [imitated(demonstrations[index]) for index in chosen]
         segments += [copy_segment(rng, ordinary_token_ids) for _ in range(num_copies)]
-        weights = token_weights([int(s.loss_mask.sum()) for s in segments], aggregation="token_mean")
+        weights = token_weights([int(s.loss_mask.sum()) for s in segments], normalisation="token")
         yield [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
 
 

@@ -207,6 +207,9 @@ class Turn:
     """Wall time of `env.step`, in seconds."""
     rewrites_context: bool = False
     """True where the prompt does not go on from the turn before: a new `Segment` starts here."""
+    is_interrupted: bool = False
+    """True where the answer was interrupted for its length: it has no action and no reply of its own. The next turn
+    goes on with it: its new prompt tokens are the forced text, its action is the whole answer."""
 
     def __post_init__(self) -> None:
         _set(self, "new_prompt_token_ids", int32_array(self.new_prompt_token_ids))
@@ -279,6 +282,11 @@ class Trajectory:
     def __post_init__(self) -> None:
         if self.status.is_scored != (self.reward is not None):
             raise ValueError(f"Trajectory: a reward exactly when the status is scored, got {self.status} {self.reward}")
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers it has; one that was interrupted and went on counts once."""
+        return sum(not turn.is_interrupted for turn in self.turns)
 
     @property
     def num_sampled_tokens(self) -> int:

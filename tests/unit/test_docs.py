@@ -16,6 +16,7 @@ import pydantic
 import pytest
 import typer.main
 
+from driftgym.agents.episode import INTERRUPTED
 from driftgym.agents.generators.restarts import BEHIND, JOINED, LEFT, LOST, NOT_RESTARTED, RESTARTED, RETURNED
 from driftgym.agents.rollout import COMPLETION_CUT, STEP_CUT
 from driftgym.cli import app
@@ -27,7 +28,7 @@ from driftgym.types import Segment, TrajectoryStatus, float32_array, int32_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = ("architecture", "environments", "generators", "metrics", "runs", "sandboxes")
+PAGES = ("objectives", "architecture", "environments", "generators", "metrics", "runs", "sandboxes")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|sandboxes|envs|agents|trainer|configs|tests|benchmarks)/[\w./-]+)`")
 FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")
@@ -212,5 +213,5 @@ def test_every_event_of_a_run_is_defined() -> None:
     tally.add(status=TrajectoryStatus.TRUNCATED_TIME, events={}, num_retries=1)
     of_tools = {"policy_error", "unknown_tool", "tool_timeout", "tool_output_truncated"}
     of_pool = {BEHIND, JOINED, LEFT, LOST, NOT_RESTARTED, RESTARTED, RETURNED}
-    events = {*tally.events, *of_tools, *of_pool, COMPLETION_CUT, STEP_CUT}
+    events = {*tally.events, *of_tools, *of_pool, COMPLETION_CUT, INTERRUPTED, STEP_CUT}
     assert not {event for event in events if f"`{event}`" not in page("metrics")}

@@ -3,6 +3,7 @@
 Shapes: n rows of a pass, Q new tokens a row, V vocabulary.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from driftgym.agents.generators.embedded.cache import Rows, SlotCache
+from driftgym.agents.generators.embedded.lean import LeanDecoder, LeanRefusedError, lean_decoder
 from driftgym.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How far the logits of two ways to compute them may lie apart, in units of the largest one, or of 1 where all are less.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TRIAL_TOKENS = 9
 
 
 class ModelRunner:
@@ -42,6 +47,12 @@ class ModelRunner:
             device=self._device,
         )
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._lean = self._tried(max_context_tokens, num_rows=min(2, num_slots))
+
+    @property
+    def is_lean(self) -> bool:
+        """True when the forward pass is the lean one, False when it is that of transformers."""
+        return self._lean is not None
 
     @torch.inference_mode()
     def forward(
@@ -64,13 +75,67 @@ class ModelRunner:
         """
         ids = torch.from_numpy(token_ids).to(self._device)
         places = torch.from_numpy(positions).to(self._device)
-        self.cache.place(rows, places, kv_length)
+        compute = self._plain if self._lean is None else self._lean.forward
+        return compute(
+            ids, places, cache=self.cache, rows=self.cache.index(rows), kv_length=kv_length, num_logits=num_logits
+        )
+
+    def _plain(
+        self,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        *,
+        cache: SlotCache,
+        rows: slice | torch.Tensor,
+        kv_length: int,
+        num_logits: int,
+    ) -> torch.Tensor:
+        """The forward pass of transformers."""
+        cache.place(rows, places, kv_length)
         # Finite where hidden: a padded query sees nothing, and must not become NaN.
         mask = torch.where(self._positions[:kv_length] <= places[:, :, None], self._visible, self._hidden)[:, None]
         # The cache goes by place: the name of that argument changes within transformers 5.
-        output = self.model(ids, mask, places.clamp(min=0), self.cache, use_cache=True, logits_to_keep=num_logits)
+        output = self.model(ids, mask, places.clamp(min=0), cache, use_cache=True, logits_to_keep=num_logits)
         logits: torch.Tensor = output.logits[:, -num_logits:]
         return logits
+
+    @torch.inference_mode()
+    def _tried(self, max_context_tokens: int, *, num_rows: int) -> LeanDecoder | None:
+        """The lean pass, where the model has one and its logits are those of the model."""
+        try:
+            lean = lean_decoder(self.model, max_context_tokens=max_context_tokens)
+        except LeanRefusedError:
+            return None
+        num_tokens = min(_TRIAL_TOKENS, max_context_tokens)
+        expected = self._trial(self._plain, num_rows=num_rows, num_tokens=num_tokens)
+        found = self._trial(lean.forward, num_rows=num_rows, num_tokens=num_tokens)
+        limit = _TOLERANCES[self._dtype] * max(1.0, float(expected.abs().max()))
+        # False too where a logit is not finite.
+        return lean if bool(((found - expected).abs() <= limit).all()) else None
+
+    def _trial(self, compute: Callable[..., torch.Tensor], *, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """Logits of prompts of two lengths, then of one token behind each. The slots are wiped after that."""
+        width = num_tokens - 1
+        num_padded = min(3, max(0, width - 1))
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (num_rows, num_tokens), generator=generator).to(self._device)
+        shifts = torch.tensor([0, num_padded], device=self._device)[:num_rows, None]
+        places = (torch.arange(num_tokens, device=self._device) - shifts).clamp(min=-1)
+        logits = []
+        for start, end, num_logits in ((0, width, width - num_padded), (width, num_tokens, 1)):
+            if start < end:
+                found = compute(
+                    ids[:, start:end],
+                    places[:, start:end],
+                    cache=self.cache,
+                    rows=slice(0, num_rows),
+                    kv_length=end,
+                    num_logits=num_logits,
+                )
+                logits.append(found.float())
+        for slot in range(num_rows):
+            self.cache.wipe(slot)
+        return torch.cat(logits, dim=1)
 
 
 def load_model(folder: str, *, device: str = "cpu", dtype: str = "float32") -> Any:

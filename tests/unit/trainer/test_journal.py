@@ -135,6 +135,31 @@ def test_a_rollback_gives_back_what_later_steps_consumed_and_plays_lost_versions
     journal.close()
 
 
+def test_filtered_groups_are_consumed_counted_apart_and_given_back_by_a_rollback(journal: Journal) -> None:
+    trained, filtered = play(journal, 0), play(journal, 1)
+    row = {"step": 1}
+    journal.consume(step=1, trained=[trained], dropped=[], filtered=[filtered], row=row, lags=LagHistogram())
+    assert (journal.counts().trained, journal.counts().groups_filtered) == (2, 1)
+    assert names(journal, "filtered") == [filtered]
+    with pytest.raises(TrainingError, match="not finished and unconsumed"):
+        journal.consume(step=2, trained=[filtered], dropped=[], row=row, lags=LagHistogram())
+    journal.roll_back(0)
+    assert names(journal, "finished") == [trained, filtered]
+    assert journal.counts().groups_filtered == 0
+    journal.close()
+
+
+def test_the_rewards_of_each_group_are_those_of_the_lineage_that_stands(journal: Journal) -> None:
+    play(journal, 2, version=1)
+    play(journal, 0)
+    play(journal, 1, statuses=("env_error", "completed"))
+    play(journal, 3, statuses=("env_error", "infra_error"))
+    assert journal.rewards_by_group() == [(0, [0.0, 0.0]), (1, [1.0]), (2, [2.0, 2.0])]
+    journal.roll_back(0)
+    assert journal.rewards_by_group() == [(0, [0.0, 0.0]), (1, [1.0])], "version 1 is lost"
+    journal.close()
+
+
 def test_a_group_that_is_played_again_counts_once(journal: Journal) -> None:
     issue(journal, 0)
     journal.roll_back(0)

@@ -10,6 +10,7 @@ import pytest
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.buffer import Batch, GroupBuffer
+from driftgym.trainer.curriculum import Curriculum, TaskSource
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.producer import Producer, Supply
 from driftgym.trainer.scripted import NumberedTasks, Play, ScriptedEngines, ScriptedRollouts
@@ -27,7 +28,8 @@ class Rig:
         *,
         max_lag: int,
         on_lag: OnLag,
-        tasks: NumberedTasks,
+        tasks: TaskSource,
+        options: dict[str, Any],
         rollouts: type[ScriptedRollouts],
     ) -> None:
         rule = LagRule(max_lag=max_lag, groups_per_step=2, on_lag=on_lag)
@@ -38,7 +40,7 @@ class Rig:
         self.journal.begin_life()
         self.producer = Producer(
             play=self.rollouts,
-            tasks=tasks,
+            tasks=Curriculum(tasks, **options),
             rule=rule,
             supply=Supply(group_size=2, max_in_flight_groups=6, max_steps=20),
             buffer=self.buffer,
@@ -58,10 +60,12 @@ async def rig(
     *,
     max_lag: int = 4,
     on_lag: OnLag = "wait",
-    tasks: NumberedTasks | None = None,
+    tasks: TaskSource | None = None,
     rollouts: type[ScriptedRollouts] = ScriptedRollouts,
+    **options: Any,
 ) -> AsyncIterator[Rig]:
-    made = Rig(folder, script, max_lag=max_lag, on_lag=on_lag, tasks=tasks or NumberedTasks(), rollouts=rollouts)
+    tasks = tasks or NumberedTasks()
+    made = Rig(folder, script, max_lag=max_lag, on_lag=on_lag, tasks=tasks, options=options, rollouts=rollouts)
     running = asyncio.create_task(made.producer.run())
     await asyncio.sleep(0)
     try:
@@ -179,3 +183,26 @@ async def test_dropping_makes_room_at_once(tmp_path: Path) -> None:
         batch = await the_rig.batch()
         assert len(batch.groups) == 2
         assert {group.group_id for group in batch.dropped} >= {"g000004", "g000005"}
+
+
+async def test_solved_tasks_are_not_played_again_and_the_supply_ends_with_the_last(tmp_path: Path) -> None:
+    """Tasks 0 and 1 are solved at once, task 2 never before its fourth group."""
+    num_played = 0
+
+    def score(index: int, member: int) -> Play:
+        nonlocal num_played
+        num_played += index == 2
+        return Play(reward=float(index != 2 or num_played > 6))
+
+    async with rig(tmp_path, score, max_lag=0, num_tasks=3, solved_above=1.0) as the_rig:
+        taken = []
+        for version in range(1, 20):
+            batch = await the_rig.batch()
+            if not batch.groups:
+                break
+            taken += [group.task.seed for group in batch.groups]
+            the_rig.engines.version = type(the_rig.engines.version)(incarnation=1, policy_version=version)
+            the_rig.buffer.notify()
+        assert taken[:3] == [0, 1, 2]
+        assert set(taken[3:]) == {2}
+        assert len(taken) >= 6

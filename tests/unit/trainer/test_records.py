@@ -75,6 +75,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward=st.floats(-1, 1),
         tool_latency_s=st.floats(0, 9),
         rewrites_context=st.booleans(),
+        is_interrupted=st.booleans(),
     )
     return Trajectory(
         trajectory_id=draw(texts),

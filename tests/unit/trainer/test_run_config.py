@@ -16,6 +16,7 @@ from driftgym.trainer.run_config import (
     settings_of,
 )
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BASE: dict[str, Any] = {
     "model": {"path": "models/tiny"},
     "env": {"id": "driftgym/Lookup-v0"},
@@ -140,3 +141,21 @@ def test_a_run_folder_whose_name_the_system_refuses_is_one_clear_line(tmp_path: 
     config = load(tmp_path, f"run_dir={tmp_path / ('x' * 300)}")
     with pytest.raises(ConfigError, match="File name too long"):
         check_run_dir(config)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_configuration_that_comes_with_the_code_loads(path: Path) -> None:
+    config = load_run_config(path)
+    assert config.name == path.stem
+    assert config.model.path == "smollm2" or (Path(config.model.path) / "config.json").is_file()
+
+
+def test_the_scalerl_recipe_has_all_its_parts() -> None:
+    config = load_run_config(CONFIGS / "scalerl.yaml")
+    trainer = config.trainer
+    assert config.learner.objective.name == "cispo"
+    assert config.learner.normalisation == "prompt"
+    assert (trainer.advantage, trainer.zero_variance) == ("batch_normalised", "filter")
+    assert (trainer.solved_above, trainer.num_tasks) == (0.9, 2048)
+    assert config.agent.interrupt_after_tokens is not None
+    assert (trainer.mode, trainer.max_lag, trainer.weight_update) == ("async", 8, "in_flight")

@@ -125,7 +125,7 @@ def test_the_clients_module_needs_no_torch():
         ({"objective": {"name": "ppo", "cap": 2.0}}, "objective"),
         ({"objective": {"name": "ppo", "dual_clip": 0.5}}, "dual_clip"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "betas"),
-        ({"aggregation": "fixed"}, "fixed_num_tokens"),
+        ({"normalisation": "fixed"}, "fixed_num_tokens"),
         ({"fixed_num_tokens": 5}, "fixed_num_tokens"),
         ({"learning_rate": 1e-3}, "learning_rate"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from driftgym.agents.generators.embedded.engine import Engine
 from driftgym.agents.generators.embedded.loop import EngineLoop
@@ -29,12 +29,16 @@ _SHAPE = {
 }
 
 
-def make_model(family: str, *, seed: int = 0, is_tied: bool = True) -> Any:
-    """A random model of `family`."""
+def make_model(family: str, *, seed: int = 0, is_tied: bool = True, **options: Any) -> Any:
+    """A random model of `family`, one of transformers' model types; its biases and norms are random too."""
     torch.manual_seed(seed)
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=is_tied)).eval()
-    return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=is_tied)).eval()
+    shape = {**_SHAPE, "tie_word_embeddings": is_tied, **({"head_dim": 16} if family == "qwen3" else {}), **options}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model
 
 
 @pytest.fixture(autouse=True)

@@ -251,7 +251,7 @@ def test_refused_weights_change_nothing(model_of, engine_of, random_prompts, sav
         assert engine.version == "1:0"
     after = run(engine, [prompt], sampling, prefix="after")[0]
     assert after.token_ids.tolist() == before.token_ids.tolist()
-    np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-6)
+    np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -1,0 +1,172 @@
+"""Any split into micro-batches gives the same loss and gradients, for every objective and every normalisation."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from driftgym.errors import TrainingError
+from driftgym.trainer.batching import Row
+from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
+from driftgym.trainer.learner import Learner
+from driftgym.trainer.model_loading import load_model, trained_parameters
+from driftgym.trainer.models import ModelConfig
+from driftgym.trainer.objective_config import KlConfig, Normalisation, ObjectiveConfig
+from driftgym.trainer.objectives import OBJECTIVES, LossSpec, token_weights
+from driftgym.trainer.training_client import LearnerSpec
+from driftgym.types import Segment
+
+CPU = torch.device("cpu")
+SHAPES = [(3, (1, 0, 2)), (20, (4, 3, 5)), (7, (2, 9, 1)), (12, (6, 1, 1)), (5, (8, 0, 0)), (9, (2, 2, 2))]
+
+
+@pytest.fixture
+def models(tiny_model_folder: Path) -> tuple[Any, Any]:
+    """A policy and a reference, in float64."""
+    config = ModelConfig(path="m", init="random")
+    policy, reference = (load_model(config, tiny_model_folder, seed=seed, device=CPU).double() for seed in (3, 4))
+    return policy, reference
+
+
+@pytest.fixture
+def segments(make_segment: Callable[..., Segment]) -> list[Segment]:
+    """Six rows of three groups, ragged, of several versions; a part of one is not trained."""
+    made = [
+        dataclasses.replace(
+            make_segment(seed=index, num_prompt=num, spans=spans, advantage=(-1) ** index * 0.5, version=index % 3),
+            group_id=f"g{index // 2}",
+            reward=float(index % 2 == 0),
+        )
+        for index, (num, spans) in enumerate(SHAPES)
+    ]
+    kept = made[1].loss_mask.copy()
+    kept[: len(kept) // 2 + 12] = False
+    made[1] = dataclasses.replace(made[1], train_mask=kept)
+    return made
+
+
+def rows_of(segments: Sequence[Segment], normalisation: Normalisation = "token") -> list[Row]:
+    weights = token_weights(
+        [int(s.loss_mask.sum()) for s in segments],
+        normalisation=normalisation,
+        groups=[s.group_id for s in segments],
+        fixed_num_tokens=10,
+    )
+    return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
+
+
+def run(
+    models: tuple[Any, Any], rows: Sequence[Row], loss: LossSpec, *, max_tokens: int
+) -> tuple[PassReport, dict[str, torch.Tensor]]:
+    model, reference = models
+    model.zero_grad()
+    settings = PassSettings(
+        loss=loss,
+        temperature=1.0,
+        max_tokens=max_tokens,
+        device=CPU,
+        reference=reference if loss.needs_reference else None,
+    )
+    report = accumulate_gradients(model, rows, policy_version=3, settings=settings)
+    return report, {name: p.grad.clone() for name, p in trained_parameters(model).items() if p.grad is not None}
+
+
+def check_same(one: tuple[PassReport, dict[str, torch.Tensor]], other: tuple[PassReport, dict[str, torch.Tensor]]) -> None:
+    assert other[0].loss == pytest.approx(one[0].loss, rel=1e-6, abs=1e-9)
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(other[1][name], gradient, rtol=1e-6, atol=1e-9)
+    plain, split = one[0].metrics(), other[0].metrics()
+    for name in plain.keys() - {"num_micro_batches", "padding_fraction"}:
+        assert split[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_any_split_and_any_order(models: tuple[Any, Any], segments: list[Segment], name: str) -> None:
+    loss = LossSpec(objective=ObjectiveConfig(name=name))  # type: ignore[arg-type]
+    rows = rows_of(segments)
+    whole = run(models, rows, loss, max_tokens=10_000)
+    assert whole[1]
+    for max_tokens in (1, 40):
+        split = run(models, rows, loss, max_tokens=max_tokens)
+        check_same(whole, split)
+    check_same(whole, run(models, rows[::-1], loss, max_tokens=40))
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "prompt", "fixed"])
+def test_any_split_for_every_normalisation(
+    models: tuple[Any, Any], segments: list[Segment], normalisation: Normalisation
+) -> None:
+    loss = LossSpec(objective=ObjectiveConfig(name="m2po"))
+    rows = rows_of(segments, normalisation)
+    check_same(run(models, rows, loss, max_tokens=10_000), run(models, rows, loss, max_tokens=1))
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_any_split_with_a_kl_term_and_stale_failures_left_out(
+    models: tuple[Any, Any], segments: list[Segment], place: Any
+) -> None:
+    loss = LossSpec(
+        objective=ObjectiveConfig(name="ppo"), kl=KlConfig(coef=0.1, place=place), max_failure_drift=0.0
+    )
+    rows = rows_of(segments)
+    whole = run(models, rows, loss, max_tokens=10_000)
+    check_same(whole, run(models, rows, loss, max_tokens=1))
+    assert whole[0].metrics()["mask_fraction"] > 0
+
+
+def test_the_surrogate_of_the_second_pass_is_the_gradient_of_the_loss(
+    models: tuple[Any, Any], segments: list[Segment]
+) -> None:
+    """Finite differences of the loss of the whole batch along its gradient."""
+    loss = LossSpec(objective=ObjectiveConfig(name="tba"))
+    whole = [dataclasses.replace(segment, train_mask=segment.loss_mask) for segment in segments]
+    rows = rows_of(whole, "sequence")
+    _, gradients = run(models, rows, loss, max_tokens=1)
+    parameters = trained_parameters(models[0])
+    squared = sum(float(g.square().sum()) for g in gradients.values())
+
+    def loss_at(step: float) -> float:
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                parameters[name].add_(step * gradient)
+        value = run(models, rows, loss, max_tokens=10_000)[0].loss
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                parameters[name].add_(-step * gradient)
+        return value
+
+    step = 1e-6 / squared**0.5
+    # log Z is detached, and its own slope adds to the difference: it is the same for all of a group, and the sum over
+    # the group of what it is multiplied by is zero.
+    assert (loss_at(step) - loss_at(-step)) / (2 * step) == pytest.approx(squared, rel=1e-3)
+
+
+def test_a_reference_is_kept_over_steps_and_checkpoints(
+    learner_spec: Callable[..., LearnerSpec], segments: list[Segment], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"objective": {"name": "reinforce"}, "kl": {"coef": 0.5}}
+    learner = Learner(learner_spec(**options))
+    learner.train_step(segments)
+    learner.save(tmp_path / "at-1")
+    learner.train_step(segments)
+    resumed = Learner(learner_spec(**options))
+    resumed.train_step(segments[:2])  # its own past is forgotten
+    resumed.load(tmp_path / "at-1", policy_version=1)
+    report = resumed.train_step(segments)
+    assert report.policy_version == 2
+    for one, other in zip(learner.parameters.values(), resumed.parameters.values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_checkpoint_without_a_reference_is_refused_where_one_is_needed(
+    learner_spec: Callable[..., LearnerSpec], segments: list[Segment], tmp_path: Path
+) -> None:
+    plain = Learner(learner_spec(objective={"name": "reinforce"}))
+    plain.train_step(segments)
+    plain.save(tmp_path / "at-1")
+    with pytest.raises(TrainingError, match="without a reference policy"):
+        Learner(learner_spec(kl={"coef": 0.5})).load(tmp_path / "at-1", policy_version=1)
