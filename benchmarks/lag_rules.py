@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from driftgym.trainer.scripted_rollouts import paced_config
 from driftgym.trainer.scripted_runs import Float64Array, PacedRun, PacedSetup, play_paced
 
 HERE = Path(__file__).parent
@@ -363,6 +364,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only runs whose name contains this")
     arguments = parser.parse_args()
     vectors = {case["id"]: case for case in json.loads(VECTORS.read_text(encoding="utf-8"))["cases"]}
+    for setup in (*rule_setups(is_quick=arguments.quick), *(case.setup for case in cases(is_quick=arguments.quick))):
+        paced_config(Path("run"), setup.trainer)  # what is wrong with one is found before minutes of others
     rules: dict[str, dict[str, float]] = {}
     budgets: list[dict[str, Any]] = []
     for setup in rule_setups(is_quick=arguments.quick):

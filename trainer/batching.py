@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from driftgym.trainer.head import head_logits
 from driftgym.trainer.last_layer import hidden_states_at
 from driftgym.trainer.packed_attention import PackedRows, packed_rows, packed_token_ids, takes_packed_rows
-from driftgym.trainer.packing import in_prefix_order, pays, plan_packing, shared_lengths
+from driftgym.trainer.packing import in_prefix_order, pays, plan_packing_where_it_pays, shared_lengths
 from driftgym.types import Int32Array, Segment
 
 _MAX_KEYS_PER_TOKEN = 8  # that attention gathers for a token read: bounds its memory where rows share much
@@ -264,24 +264,23 @@ class _Inputs:
 
 
 def _inputs(sequences: Sequence[Int32Array], *, device: torch.device, packs: bool) -> _Inputs:
-    width = max(map(len, sequences))
-    num_padded = len(sequences) * width
-    plan = plan_packing(sequences) if packs else None
-    if plan is not None and pays(num_packed=plan.num_tokens, num_padded=num_padded):
+    plan = plan_packing_where_it_pays(sequences) if packs else None
+    if plan is not None:
         return _Inputs(
             token_ids=packed_token_ids(plan, sequences, device=device),
             places=plan.paths,
             packed_rows=packed_rows(plan, device=device),
             num_padding=0,
         )
+    width = max(map(len, sequences))
     token_ids = np.zeros((len(sequences), width), dtype=np.int64)
     for index, sequence in enumerate(sequences):
         token_ids[index, : len(sequence)] = sequence
     return _Inputs(
         token_ids=torch.from_numpy(token_ids).to(device),
-        places=np.arange(num_padded).reshape(len(sequences), width),
+        places=np.arange(token_ids.size).reshape(token_ids.shape),
         packed_rows=None,
-        num_padding=num_padded - sum(map(len, sequences)),
+        num_padding=token_ids.size - sum(map(len, sequences)),
     )
 
 

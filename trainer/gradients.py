@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from driftgym.trainer.batching import MicroBatch, Row, TokenScores, micro_batch, plan_micro_batches, score_tokens
 from driftgym.trainer.objectives import LossSpec, TokenBatch, TokenLosses, drift_metrics
+from driftgym.trainer.packed_attention import takes_packed_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +132,11 @@ def accumulate_gradients(
     """
     passes = _Passes(model, policy_version=policy_version, settings=settings)
     if settings.loss.objective.needs_whole_batch:
-        passes.run_unit(plan_micro_batches(rows, max_tokens=settings.max_tokens), needs_gradient=True)
+        passes.run_unit(passes.plan(rows), needs_gradient=True)
         return passes.report()
     for needs_gradient in (True, False):
         chosen = [row for row in rows if _moves(row, settings.loss) == needs_gradient]
-        for part in plan_micro_batches(chosen, max_tokens=settings.max_tokens):
+        for part in passes.plan(chosen):
             passes.run_unit([part], needs_gradient=needs_gradient)
     return passes.report()
 
@@ -161,10 +162,15 @@ class _Passes:
         self._model = model
         self._policy_version = policy_version
         self._settings = settings
+        self._packs = takes_packed_rows(model)
         self._records: list[TokenRecord] = []
         self._num_rows = 0
         self._num_inputs = 0
         self._num_padding = 0
+
+    def plan(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """The micro-batches of `rows`."""
+        return plan_micro_batches(rows, max_tokens=self._settings.max_tokens, packs=self._packs)
 
     def run_unit(self, parts: Sequence[Sequence[Row]], *, needs_gradient: bool) -> None:
         """Micro-batches whose losses are computed together; nothing for none.
@@ -201,7 +207,7 @@ class _Passes:
 
     def _score(self, rows: Sequence[Row]) -> _Scored:
         settings = self._settings
-        batch = micro_batch(rows, policy_version=self._policy_version, device=settings.device)
+        batch = micro_batch(rows, policy_version=self._policy_version, device=settings.device, packs=self._packs)
         reference = None
         if settings.reference is not None:
             with torch.no_grad():

@@ -2,8 +2,9 @@
 
 What the last layer gives at a position is read only where the next token is trained: a quarter of the positions of a
 tool-calling episode. Keys and values are wanted everywhere; what comes after attention (its output projection and the
-feed-forward part) is not, and in a model of two layers leaving it out saves a fifth of a step. It holds for layers built as those of Llama, Qwen and Mistral (attention, then a feed-forward part, each with a norm before
-it and a residual around it); `prune_last_layer` tries it on the model at hand, and lets it be where the figures differ.
+feed-forward part) is not, and in a model of two layers leaving it out saves a fifth of a step. It holds for layers
+built as those of Llama, Qwen and Mistral (attention, then a feed-forward part, each with a norm before it and a
+residual around it); `prune_last_layer` tries it on the model at hand, and lets it be where the figures differ.
 
 Legend: B rows (1 where they are packed), T tokens, H the model's width, N positions.
 """

@@ -123,12 +123,7 @@ class Trainer:
         self._update: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._buffer = GroupBuffer(self._rule, policy_version=self._version)
-        self._tasks = Curriculum(
-            parts.tasks,
-            num_tasks=config.num_tasks,
-            solved_above=config.solved_above,
-            history=journal.rewards_by_group() if config.solved_above is not None else (),
-        )
+        self._tasks = _curriculum(parts.tasks, config, journal)
         self._left_out = LeftOut.of(journal, self._tasks, self._rule)
 
     async def run(self) -> None:
@@ -329,6 +324,12 @@ class Trainer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.close_s):
                     await asyncio.gather(producer.close(), *tasks, return_exceptions=True)
+
+
+def _curriculum(tasks: TaskSource, config: TrainerConfig, journal: Journal) -> Curriculum:
+    """What is played, less what the lineage that stands has solved."""
+    history = journal.rewards_by_group() if config.solved_above is not None else ()
+    return Curriculum(tasks, num_tasks=config.num_tasks, solved_above=config.solved_above, history=history)
 
 
 def _lags_of(segments: Sequence[Segment], *, now: int, max_lag: int) -> LagHistogram:

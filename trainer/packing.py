@@ -8,12 +8,12 @@ one that it shares with its neighbour: a row owns what comes after that, and the
 Linear layers then read each token once, without padding. Attention goes by blocks of rows of like size: each of S
 queries at most, the tokens that the rows own, and of K keys, the whole rows.
 
-When it pays, measured with `benchmarks/packing.py` on one CPU core: time follows the tokens read; gathering what
-attention reads costs as much as a twentieth of them at most. Rows are packed where that leaves out a tenth of the
-tokens of padded rows, and padded otherwise. One dense mask over the packed sequence would cost more than it saves from
-some hundred tokens on; blocks compute no pair of tokens of different rows, and their masks hold S·K bits for a row.
-Where S·K exceeds what causal attention over the whole row would take, or a bound, the whole row is taken: that needs
-no mask.
+When it pays, measured with `benchmarks/packing.py` on one CPU core: time follows the tokens read, and gathering what
+attention reads costs up to 3 % of a step. Rows are packed where that leaves out a twentieth of the tokens of padded
+rows, and padded otherwise. Rows of unequal lengths that share nothing gain about what padding took; the rest comes from
+sharing. One dense mask over the packed sequence would cost more than it saves from some hundred tokens on; blocks
+compute no pair of tokens of different rows, and their masks hold S·K bytes for a row. Where a row's S·K exceeds what
+causal attention over the whole row would take, or a bound, the whole row is taken: that needs no mask.
 
 Legend: B rows, T tokens of the packed sequence, W the longest row, b rows of a block.
 """
@@ -109,9 +109,24 @@ def shared_lengths(ordered: Sequence[Int32Array]) -> list[int]:
 def plan_packing(sequences: Sequence[Int32Array]) -> PackingPlan:
     """Lays out token sequences, none of them empty, as one packed sequence."""
     order = in_prefix_order(sequences)
+    return _laid_out(sequences, order, shared_lengths([sequences[index] for index in order]))
+
+
+def plan_packing_where_it_pays(sequences: Sequence[Int32Array]) -> PackingPlan | None:
+    """As `plan_packing`, or None where padded rows are better."""
+    order = in_prefix_order(sequences)
+    shared = shared_lengths([sequences[index] for index in order])
+    lengths = list(map(len, sequences))
+    if not pays(num_packed=sum(lengths) - sum(shared), num_padded=len(lengths) * max(lengths)):
+        return None
+    return _laid_out(sequences, order, shared)
+
+
+def _laid_out(sequences: Sequence[Int32Array], order: Sequence[int], shared: Sequence[int]) -> PackingPlan:
+    """`order` sorts the sequences; `shared` says what each has in common with the one before it in that order."""
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     num_shared = np.zeros(len(sequences), dtype=np.int64)
-    num_shared[order] = shared_lengths([sequences[index] for index in order])
+    num_shared[order] = shared
     blocks = _blocks(lengths, num_shared)
     firsts = np.zeros(len(sequences), dtype=np.int64)
     num_tokens = 0
@@ -121,9 +136,9 @@ def plan_packing(sequences: Sequence[Int32Array]) -> PackingPlan:
     paths = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
     before = order[0]
     for row in order:
-        shared, length = num_shared[row], lengths[row]
-        paths[row, :shared] = paths[before, :shared]
-        paths[row, shared:length] = np.arange(firsts[row], firsts[row] + length - shared)
+        begun, length = num_shared[row], lengths[row]
+        paths[row, :begun] = paths[before, :begun]
+        paths[row, begun:length] = np.arange(firsts[row], firsts[row] + length - begun)
         before = row
     return PackingPlan(paths=paths, lengths=lengths, num_shared=num_shared, blocks=blocks, num_tokens=num_tokens)
 

@@ -184,6 +184,7 @@ def paced_config(run_dir: Path, trainer: Mapping[str, Any]) -> RunConfig:
         "run_dir": str(run_dir),
         "model": {"path": "none"},
         "env": {"id": "paced"},
+        "sandbox": {"pool": {"max_boxes": 2**20}},
         "agent": {"max_context_tokens": 2**20, "max_tokens_per_turn": 2**16},
         "generator": {"max_context_tokens": 2**20},
         "rollout": {"max_turns": 2**20},

@@ -135,6 +135,7 @@ def batch_figures(
         "lag_mean": lags.mean,
         "lag_p99": lags.p99,
         "lag_max": lags.max,
+        "lag_histogram": {str(lag): num for lag, num in enumerate(lags.counts) if num},
         "num_tokens_trained": lags.num_tokens,
         "num_tokens_masked": sum(count for count, _ in stale),
         "masked_share_by_turn": [count / max(total, 1) for count, total in stale] if any(c for c, _ in stale) else [],

@@ -1,6 +1,6 @@
 """A forward pass without the overhead of transformers' modules, for decoders like those of Llama, Qwen and Mistral.
 
-In a model of half a million parameters the matrix products are a fifth of what transformers' own pass takes; the rest
+In a model of half a million parameters the matrix products are a quarter of what transformers' own pass takes; the rest
 is Python, and many small operations. The pass here does the same arithmetic in few operations, on the model's own
 parameters: what is copied into them counts from the next pass on. The last layer is computed only where logits are
 wanted. It holds for layers of attention and a gated feed-forward part with SiLU, each with an RMSNorm before it and a

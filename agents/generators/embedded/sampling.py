@@ -46,6 +46,7 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
+@torch.inference_mode()
 def draw_tokens(
     logits_nV: torch.Tensor,  # noqa: N803  # the shape is part of the name
     *,
@@ -63,11 +64,13 @@ def draw_tokens(
     """
     device = logits_nV.device
     is_greedy = temperatures == 0.0
+    any_is_greedy = bool(is_greedy.any())
     scaled = logits_nV.float()
-    if is_greedy.any() or (temperatures != 1.0).any():
+    if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(is_greedy, np.float32(1.0), temperatures)).to(device)
         scaled = scaled / divisors[:, None]
-    if (nucleus := (top_ps < 1.0) & ~is_greedy).any():
+    if (top_ps < 1.0).any():
+        nucleus = (top_ps < 1.0) & ~is_greedy
         limits = torch.from_numpy(np.where(nucleus, top_ps, np.float32(2.0))).to(device)
         scaled = _within_nucleus(scaled, limits)
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
@@ -76,12 +79,12 @@ def draw_tokens(
     targets = torch.from_numpy(draws * _BELOW_ONE).to(device)[:, None] * mass
     # The first token whose cumulative mass is above the target; past the end only where logits are not finite.
     token_ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=shifted.shape[-1] - 1)
-    if is_greedy.any():
+    if any_is_greedy:
         greedy = torch.from_numpy(is_greedy).to(device)[:, None]
         token_ids = torch.where(greedy, scaled.argmax(dim=-1, keepdim=True), token_ids)
     chosen = shifted.gather(-1, token_ids) - mass.log()
     # One copy to the host: float64 holds token ids exactly.
-    both = torch.cat([token_ids.double(), chosen], dim=-1).cpu().numpy()
+    both = torch.cat([token_ids, chosen], dim=-1).cpu().numpy()
     return Draws(token_ids=both[:, 0].astype(np.int64), logprobs=both[:, 1].astype(np.float32))
 
 

@@ -60,7 +60,8 @@ def test_any_split_gives_the_same_loss_and_gradients(model, ragged, objective):
         assert split.num_micro_batches > 1
         assert split.loss == pytest.approx(whole.loss, abs=1e-6)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(others[name], gradient, rtol=1e-6, atol=1e-9)
+            # transformers computes norms in float32, backwards too: tokens that rows share add up before or after
+            torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_padding_and_order_change_nothing(model, ragged):

@@ -1,4 +1,4 @@
-"""What holds for every objective: masks, extreme ratios, what is detached, sequences of one token, traps of public code."""
+"""What holds for every objective: masks, extreme ratios, bounds; and mistakes that public code has made."""
 
 import math
 from typing import Any

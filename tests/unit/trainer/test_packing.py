@@ -1,4 +1,4 @@
-"""Packed rows: every beginning stands once, attention stays within rows, and log-probs and gradients are the padded ones."""
+"""Packed rows: each beginning stands once, attention stays within rows, log-probs and gradients are the padded ones."""
 
 import dataclasses
 import json
@@ -139,6 +139,19 @@ def test_any_split_and_any_order_give_the_padded_figures(qwen3, max_tokens):
     order = np.random.default_rng(0).permutation(len(rows))
     _assert_same(qwen3, rows, max_tokens=max_tokens)
     _assert_same(qwen3, [rows[index] for index in order], max_tokens=max_tokens)
+
+
+def test_long_rows_that_share_little_are_attended_whole(qwen3):
+    rows = [
+        *_group(1, members=4, num_prompt=60, num_answer=200),
+        *_group(2, members=3, num_prompt=90, num_answer=10),
+    ]
+    packing = micro_batch(rows, policy_version=0, device=_CPU).packed_rows
+    assert packing is not None
+    whole = [block for block in packing.blocks if block.allowed is None]
+    assert sum(len(block.queries) for block in whole) == 4 + 1
+    assert sum(block.queries.numel() for block in whole) > sum(len(block.owned) for block in whole)
+    _assert_same(qwen3, rows)
 
 
 def test_nothing_in_common_and_unequal_lengths(qwen3):
