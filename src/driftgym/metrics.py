@@ -269,7 +269,7 @@ class WandbSink:
         """Logs one row; the run is begun with the first, in the sink's own thread."""
         if self._run is None:
             self._run = self._begin()
-        self._run.log(dict(row))
+        self._run.log({name: _as_wandb_value(value) for name, value in row.items()})
 
     def say(self, text: str) -> None:
         """Nothing: news are for the console."""
@@ -336,6 +336,17 @@ def step_line(row: Row) -> str:
 
 def _figure(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) and math.isfinite(value) else "-"
+
+
+def _as_wandb_value(value: Any) -> Any:
+    """`value`; counts by whole number, which would become a chart for each number, as a histogram."""
+    if not isinstance(value, Mapping) or not value:
+        return value
+    import wandb
+
+    numbers = sorted(map(int, value))
+    edges = [*numbers, numbers[-1] + 1]
+    return wandb.Histogram(np_histogram=([value[str(number)] for number in numbers], edges))
 
 
 def _finite(value: Any) -> Any:

@@ -268,7 +268,7 @@ def test_wandb_offline_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sink = WandbSink(MetricsConfig(wandb_project="p"), run_dir=tmp_path, name="run", settings={"a": 1})
     metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink])
     for step in (1, 2, 2):
-        metrics.log({"step": step, "reward_mean": 0.5})
+        metrics.log({"step": step, "reward_mean": 0.5, "lag_histogram": {"0": 3, "4": 2}})
     metrics.close(timeout_s=60)
     assert metrics.dropped_metrics == 0
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
