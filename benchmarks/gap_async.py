@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import gap_cell
-from gap_cells import ARMS, Cell
+from gap_cells import ARMS, Cell, settings_of
 
 from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode
 from driftgym.trainer.loop import Engines, Parts
@@ -86,7 +86,7 @@ def config_of(cell: Cell, *, run_dir: Path, num_steps: int) -> RunConfig:
             "learner": {
                 "optimizer": {"learning_rate": gap_cell.LEARNING_RATE},
                 "micro_batch_tokens": 16384,
-                **ARMS[cell.arm],
+                **settings_of(cell),
             },
             "trainer": {
                 "max_steps": num_steps,

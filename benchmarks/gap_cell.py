@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gap_cells import ARMS, Cell, Level
+from gap_cells import Cell, Level, settings_of
 
 from driftgym.agents.demonstrations import demonstrate
 from driftgym.agents.generators.base import WeightVersion
@@ -74,10 +75,11 @@ class Point:
 
 
 class LocalGenerator:
-    """An engine in this process, as far as an agent asks for it."""
+    """An engine in this process, as far as an agent asks for it. What it samples follows from seed and request."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, *, seed: int) -> None:
         self._loop = loop
+        self._seed = seed
 
     async def generate(
         self,
@@ -90,7 +92,9 @@ class LocalGenerator:
         min_policy_version: int = 0,
     ) -> Completion:
         """One completion; weights change between episodes only, so it is of one version."""
-        answer = await self._loop.generate(request_id, np.asarray(prompt_token_ids, np.int32), sampling)
+        seed = zlib.crc32(f"{self._seed} {request_id}".encode())
+        seeded = dataclasses.replace(sampling, seed=seed)
+        answer = await self._loop.generate(request_id, np.asarray(prompt_token_ids, np.int32), seeded)
         version = WeightVersion.parse(answer.version).policy_version
         return Completion(
             request_id=request_id,
@@ -139,7 +143,7 @@ class Player:
             *(
                 run_group(
                     tasks.task(index),
-                    group_id=f"g{index}",
+                    group_id=f"{tasks.seed}-{index}",
                     group_size=group_size,
                     agent=self._agent,
                     slots=self._slots,
@@ -160,7 +164,7 @@ def run_cell(cell: Cell, *, base: Path, num_steps: int = NUM_STEPS) -> dict[str,
 
 async def _run_cell(cell: Cell, *, base: Path, num_steps: int) -> dict[str, Any]:
     started_s = time.process_time()
-    learner = _learner(cell.seed, {"micro_batch_tokens": 16384, **ARMS[cell.arm]})
+    learner = _learner(cell.seed, {"micro_batch_tokens": 16384, **settings_of(cell)})
     model = load_model(str(base))
     with torch.no_grad():
         given = dict(model.named_parameters())
@@ -168,7 +172,7 @@ async def _run_cell(cell: Cell, *, base: Path, num_steps: int) -> dict[str, Any]
             parameter.copy_(given[name])
     engine = _engine(model)
     held_back = HeldBackWeights(engine, learner, gap=cell.gap)
-    async with _playing(engine, cell.level) as player:
+    async with _playing(engine, cell) as player:
         points, rewards = [], []
         tasks, fresh = SeededTasks(env_id=ENV_ID, seed=cell.seed), _fresh_tasks(cell)
         rng = np.random.default_rng([cell.seed, 3])
@@ -249,7 +253,7 @@ def evaluate(weights: Path, cell: Cell) -> float:
     """The mean reward of fresh episodes with published weights."""
 
     async def play() -> float:
-        async with _playing(_engine(load_model(str(weights))), cell.level) as player:
+        async with _playing(_engine(load_model(str(weights))), cell) as player:
             first = NUM_STEPS * EVAL_EPISODES
             indices = range(first, first + FINAL_EPISODES)
             return _mean_reward(await player.play(_fresh_tasks(cell), indices, group_size=1))
@@ -271,13 +275,13 @@ def _fresh_tasks(cell: Cell) -> SeededTasks:
 
 
 @contextlib.asynccontextmanager
-async def _playing(engine: Engine, level: Level) -> AsyncIterator[Player]:
+async def _playing(engine: Engine, cell: Cell) -> AsyncIterator[Player]:
     loop = EngineLoop(engine)
     running = asyncio.create_task(loop.run())
     renderer = make_renderer("compact", MODEL)
-    slots = _slots(level)
+    slots = _slots(cell.level)
     try:
-        yield Player(ToolAgent(LocalGenerator(loop), renderer, AGENT), slots)  # type: ignore[arg-type]
+        yield Player(ToolAgent(LocalGenerator(loop, seed=cell.seed), renderer, AGENT), slots)  # type: ignore[arg-type]
     finally:
         running.cancel()
         await slots.close()

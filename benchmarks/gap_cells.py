@@ -26,8 +26,24 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 }
 """By the name in the table: what differs in the learner's configuration."""
 
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "robust, max_drift 0.05": {"objective": {"name": "robust", "max_drift": 0.05}},
+    "robust, max_drift 0.2": {"objective": {"name": "robust", "max_drift": 0.2}},
+    "robust, no floor": {"objective": {"name": "robust", "low": 0.0}},
+    "robust, no mask": {"objective": {"name": "robust", "max_drift": 100.0}},
+    "aipo 2, stale failures left out": {"objective": {"name": "aipo", "cap": 2.0}, "max_failure_drift": 0.1},
+    "ppo, stale failures left out": {"objective": {"name": "ppo"}, "max_failure_drift": 0.1},
+    "reinforce, stale failures left out": {"objective": {"name": "reinforce"}, "max_failure_drift": 0.1},
+}
+"""What was tried beside `robust`: its parts one by one."""
+
 DECISIVE = ("robust", "ppo", "reinforce", "positives only")
 HARDER = ("robust", "ppo", "reinforce")
+_KINDS: Sequence[tuple[Reward, Level, Sequence[str]]] = (
+    ("clean", "one_call", tuple(ARMS)),
+    ("noisy", "one_call", tuple(ARMS)),
+    ("clean", "two_calls", HARDER),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +71,34 @@ class Cell:
         return f"{self.arm}/{self.gap}/{self.reward}/{self.level}/{self.seed}"
 
 
+def settings_of(cell: Cell) -> Mapping[str, Any]:
+    """What differs in the learner's configuration."""
+    return {**ARMS, **VARIANTS}[cell.arm]
+
+
 def full_matrix() -> list[Cell]:
-    """Every cell, those that decide first."""
-    rewards: Sequence[Reward] = ("clean", "noisy")
-    cells = [
-        Cell(arm=arm, gap=gap, reward=reward, level="one_call", seed=0)
-        for arm in ARMS
-        for reward in rewards
-        for gap in GAPS
+    """Every cell, those that decide first; the rest by seed, then by gap."""
+    cells = quick_matrix()
+    for seed in range(NUM_SEEDS):
+        cells += [
+            Cell(arm=arm, gap=gap, reward=reward, level=level, seed=seed)
+            for gap in (0, 256, 64, 16)
+            for reward, level, arms in _KINDS
+            for arm in arms
+            if seed == 0 or (arm in DECISIVE and level == "one_call")
+        ]
+    return list(dict.fromkeys(cells))
+
+
+def variant_matrix() -> list[Cell]:
+    """The variants where gaps are large: with noise, and with two calls."""
+    kinds: Sequence[tuple[Reward, Level]] = (("noisy", "one_call"), ("clean", "two_calls"))
+    return [
+        Cell(arm=arm, gap=gap, reward=reward, level=level, seed=0)
+        for reward, level in kinds
+        for gap in (256, 64)
+        for arm in VARIANTS
     ]
-    cells += [Cell(arm=arm, gap=gap, reward="clean", level="two_calls", seed=0) for arm in HARDER for gap in GAPS]
-    cells += [
-        Cell(arm=arm, gap=gap, reward=reward, level="one_call", seed=seed)
-        for seed in range(1, NUM_SEEDS)
-        for arm in DECISIVE
-        for reward in rewards
-        for gap in GAPS
-    ]
-    return [*quick_matrix(), *(cell for cell in cells if cell not in quick_matrix())]
 
 
 def quick_matrix() -> list[Cell]:

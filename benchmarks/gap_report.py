@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gap_cells import ARMS, GAPS
+from gap_cells import ARMS, GAPS, VARIANTS
 
 Row = Mapping[str, Any]
 
@@ -98,7 +98,7 @@ _HEADER = (
 
 def _table(rows: Collection[Row]) -> str:
     lines = [_HEADER]
-    for arm in ARMS:
+    for arm in (*ARMS, *VARIANTS):
         lines += [_line(arm, gap, here) for gap in GAPS if (here := select(rows, arm=arm, gap=gap))]
     return "\n".join(lines)
 

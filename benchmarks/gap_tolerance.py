@@ -5,7 +5,8 @@ steps at a learning rate of 2e-4, the behaviour weights held D optimizer steps b
 results is not run again, so that the benchmark can be stopped and gone on with; `--report` writes the page and the
 picture from that file alone.
 
-    python benchmarks/gap_tolerance.py [--quick] [--json PATH] [--results FILE] [--workers N] [--only REGEX] [--report]
+    python benchmarks/gap_tolerance.py [--quick | --variants] [--json PATH] [--results FILE] [--workers N]
+                                       [--only REGEX] [--report]
 """
 
 import argparse
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gap_cells import Cell, chosen, full_matrix, quick_matrix
+from gap_cells import Cell, chosen, full_matrix, quick_matrix, variant_matrix
 from gap_report import budgets_of, write_page
 
 ROOT = Path(__file__).parent.parent
@@ -93,22 +94,25 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help="finished cells: read and added to")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
     parser.add_argument("--only", default="", metavar="REGEX", help="cells whose ARM/GAP/REWARD/LEVEL/SEED matches")
+    parser.add_argument("--variants", action="store_true", help="the variants of robust, in place of the objectives")
     parser.add_argument("--report", action="store_true", help="runs nothing; writes the page from the results")
     given = parser.parse_args(None if arguments is None else list(arguments))
     with tempfile.TemporaryDirectory() as scratch:
         # A quick run measures anew, unless it is told where to go on.
         results = given.results or (Path(scratch) / "results.jsonl" if given.quick else RESULTS)
-        cells = chosen(quick_matrix() if given.quick else full_matrix(), given.only)
+        matrix = variant_matrix() if given.variants else quick_matrix() if given.quick else full_matrix()
+        cells = chosen(matrix, given.only)
         if not given.report:
             run(cells, results=results, workers=given.workers)
-        rows = {name: row for name, row in read_results(results).items() if name in {cell.name for cell in cells}}
+        found = read_results(results)
+        rows = {name: row for name, row in found.items() if name in {cell.name for cell in cells}}
     budgets = budgets_of(rows.values())
     for budget in budgets:
         print(f"{'ok  ' if budget['ok'] else 'MISS'} {budget['name']}: {budget['value']} (budget {budget['budget']})")
     if given.json:
         given.json.write_text(json.dumps({"cells": list(rows.values()), "budgets": budgets}, indent=2) + "\n")
     if given.report:
-        write_page(rows.values(), page=PAGE)
+        write_page(found.values(), page=PAGE)
     return 0 if all(budget["ok"] for budget in budgets) else 1
 
 

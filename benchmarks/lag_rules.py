@@ -51,7 +51,7 @@ def pareto(alpha: float, *, scale: float = 1.0, clip: float) -> Float64Array:
 
 def rule_setups(*, is_quick: bool) -> Iterator[PacedSetup]:
     """Each rule with each kind of time: 32 in flight, 4 a step, a step of 0.1 units; a mean of 1 unit an episode."""
-    num_steps, unit_s = (60, 0.3) if is_quick else (240, 0.5)
+    num_steps, unit_s = (48, 0.25) if is_quick else (240, 0.5)
     kinds = {"lognormal": lognormal(1.0, clip=20.0), "Pareto": pareto(1.5, scale=0.37, clip=20.0)}
     for bound, (kind, times), on_lag in itertools.product(
         (8,) if is_quick else (8, 32, 128), kinds.items(), ("wait", "mask", "drop")
@@ -168,7 +168,7 @@ def one_step_off_case() -> Case:
             "trainer_idle": run.trainer_idle,
             "gen_slot_idle": run.slots_idle,
         },
-        note="a batch begins with its weights, also before the one ahead of it has ended: steps are shorter",
+        note="a batch begins with its weights, also before the one ahead of it has ended",
     )
 
 
@@ -287,9 +287,9 @@ def cases(*, is_quick: bool) -> list[Case]:
     accelerators (a calculation), draining whole episodes (a pool drains requests), 512 at once with one slot each."""
     if is_quick:
         return [
-            sync_case("sync_exp_B8", exponential(1.0), size=8, max_steps=30, unit_s=0.2),
-            capacity_case("exp", exponential(2.0), bound=4, max_steps=24, unit_s=0.3),
-            discard_case(max_steps=36),
+            sync_case("sync_exp_B8", exponential(1.0), size=8, max_steps=20, unit_s=0.2),
+            capacity_case("exp", exponential(2.0), bound=4, max_steps=20, unit_s=0.2),
+            discard_case(max_steps=30),
         ]
     long = lognormal(2.0, clip=1000.0)
     return [
