@@ -37,6 +37,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 """What was tried beside `robust`: its parts one by one."""
 
+ALIKE_ON_POLICY = frozenset(ARMS) - {"robust", "positives only", "gspo"}
+"""At gap 0 every ratio is 1: the gradient of these is that of `robust`, whose cell stands for them."""
+
 DECISIVE = ("robust", "ppo", "reinforce", "positives only")
 HARDER = ("robust", "ppo", "reinforce")
 _KINDS: Sequence[tuple[Reward, Level, Sequence[str]]] = (
@@ -77,17 +80,24 @@ def settings_of(cell: Cell) -> Mapping[str, Any]:
 
 
 def full_matrix() -> list[Cell]:
-    """Every cell, those that decide first; the rest by seed, then by gap."""
+    """Every cell, those that decide first, and the smallest gap last."""
     cells = quick_matrix()
-    for seed in range(NUM_SEEDS):
+    for gaps in ((0, 256, 64), (16,)):
         cells += [
             Cell(arm=arm, gap=gap, reward=reward, level=level, seed=seed)
-            for gap in (0, 256, 64, 16)
+            for seed in range(NUM_SEEDS)
+            for gap in gaps
             for reward, level, arms in _KINDS
             for arm in arms
-            if seed == 0 or (arm in DECISIVE and level == "one_call")
+            if _is_wanted(arm, gap=gap, level=level, seed=seed)
         ]
     return list(dict.fromkeys(cells))
+
+
+def _is_wanted(arm: str, *, gap: int, level: Level, seed: int) -> bool:
+    if gap == 0 and arm in ALIKE_ON_POLICY:
+        return False
+    return seed == 0 or (arm in DECISIVE and level == "one_call")
 
 
 def variant_matrix() -> list[Cell]:

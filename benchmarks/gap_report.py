@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gap_cells import ARMS, GAPS, VARIANTS
+from gap_cells import ALIKE_ON_POLICY, ARMS, GAPS, VARIANTS
 
 Row = Mapping[str, Any]
 
@@ -99,8 +99,15 @@ _HEADER = (
 def _table(rows: Collection[Row]) -> str:
     lines = [_HEADER]
     for arm in (*ARMS, *VARIANTS):
-        lines += [_line(arm, gap, here) for gap in GAPS if (here := select(rows, arm=arm, gap=gap))]
+        lines += [_line(arm, gap, here) for gap in GAPS if (here := _rows_of(rows, arm, gap))]
     return "\n".join(lines)
+
+
+def _rows_of(rows: Collection[Row], arm: str, gap: int) -> list[Row]:
+    """The cells of `arm` at `gap`, or those that stand for them where the arm has cells at all."""
+    if gap == 0 and arm in ALIKE_ON_POLICY and select(rows, arm=arm):
+        arm = "robust"
+    return select(rows, arm=arm, gap=gap)
 
 
 def _line(arm: str, gap: int, rows: Sequence[Row]) -> str:
@@ -135,7 +142,8 @@ def draw(rows: Collection[Row], path: Path) -> None:
     for line, reward in zip(grid, ("clean", "noisy"), strict=True):
         for axes, gap in zip(line, GAPS, strict=True):
             for arm in ARMS:
-                for row in select(rows, arm=arm, gap=gap, reward=reward, level="one_call", seed=0):
+                here = select(rows, reward=reward, level="one_call", seed=0)
+                for row in _rows_of(here, arm, gap):
                     axes.plot(
                         *zip(*row["curve"], strict=True),
                         label=arm,

@@ -101,6 +101,7 @@ async def slow_task_run(tmp_path: Path, on_lag: OnLag) -> tuple[Any, Any]:
     return await scripted.begin(config, parts), parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_lag", ["wait", "mask"])
 async def test_a_task_that_takes_many_steps_is_trained_with_limit_2(tmp_path: Path, on_lag: OnLag) -> None:
     """Case C4: ten tasks, forty steps; the slow one has tokens in training again and again."""
