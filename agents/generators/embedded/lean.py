@@ -36,7 +36,8 @@ class _Queries:
 
     num_tokens: int
     mask: Tensor
-    """What is added to the scores: [n·H, G·K, T] for `is_small`, else [n, 1, G·K, T]."""
+    """What is added to the scores: [n·H, G·K, T] for `is_small`, else [n, 1, K, T], the same for all heads: of long
+    prompts, a copy for each head would be the largest tensor of the pass by far."""
     is_small: bool
     """Whether attention is computed by matrix products of its own."""
 
@@ -134,24 +135,32 @@ class _Attention:
         return heads
 
     def _attended(self, asking: Tensor, run: _Pass, queries: _Queries) -> Tensor:
-        """[n·K, G·H·D]. The G heads of one key lie together as G·K queries, so that no key is repeated."""
+        """[n·K, G·H·D]."""
         keys, values = run.cache.read(self._layer, run.rows, run.kv_length)
         rows, tokens, size = run.num_rows, queries.num_tokens, 2 * self._half
+        if not queries.is_small:
+            return self._fused(asking, keys, values, queries)
+        # The G heads of one key lie together as G·K queries, so that no key is repeated.
         packed = asking
         if tokens > 1:
             packed = asking.view(rows, tokens, self._num_keys, -1, size).permute(0, 2, 3, 1, 4)
-        if queries.is_small:
-            packed = packed.reshape(rows * self._num_keys, -1, size)
-            scores = torch.baddbmm(queries.mask, packed, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale)
-            found = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1))
-        else:
-            packed = packed.reshape(rows, self._num_keys, -1, size)
-            found = functional.scaled_dot_product_attention(
-                packed, keys, values, attn_mask=queries.mask, scale=self._scale
-            )
+        packed = packed.reshape(rows * self._num_keys, -1, size)
+        scores = torch.baddbmm(queries.mask, packed, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale)
+        found = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1))
         if tokens > 1:
             found = found.view(rows, self._num_keys, -1, tokens, size).permute(0, 3, 1, 2, 4)
         return found.reshape(rows * tokens, -1)
+
+    def _fused(self, asking: Tensor, keys: Tensor, values: Tensor, queries: _Queries) -> Tensor:
+        """[n·K, G·H·D] by the fused operation, which repeats no key either; a single token's heads, packed, are
+        several times quicker."""
+        is_single = queries.num_tokens == 1
+        shape = (len(keys), self._num_keys if is_single else queries.num_tokens, -1, 2 * self._half)
+        heads = asking.view(shape) if is_single else asking.view(shape).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(
+            heads, keys, values, attn_mask=queries.mask, scale=self._scale, enable_gqa=not is_single
+        )
+        return (found if is_single else found.transpose(1, 2)).reshape(len(asking), -1)
 
 
 class _Layer:
@@ -238,11 +247,10 @@ class LeanDecoder:
         mask = torch.where(is_seen, self._visible, self._hidden)[:, None, None]
         group = self._num_queries // self._num_keys
         is_small = mask.dtype == torch.float32 and group * num_tokens * kv_length <= _SMALL_SCORES
-        heads = self._num_keys if is_small else 1
-        mask = mask.expand(len(positions), heads, group, num_tokens, kv_length)
-        shape = (len(positions) * heads,) if is_small else (len(positions), heads)
-        mask = mask.reshape(*shape, group * num_tokens, kv_length)
-        return _Queries(num_tokens=num_tokens, mask=mask, is_small=is_small)
+        if is_small:
+            mask = mask.expand(len(positions), self._num_keys, group, num_tokens, kv_length)
+            mask = mask.reshape(-1, group * num_tokens, kv_length)
+        return _Queries(num_tokens=num_tokens, mask=mask if is_small else mask[:, 0], is_small=is_small)
 
 
 def lean_decoder(model: Any, *, max_context_tokens: int) -> LeanDecoder:
