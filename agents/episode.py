@@ -1,6 +1,5 @@
 """What `run_episode` is made of: the limits of each call, whose fault an error is, and the record as it grows."""
 
-import math
 import time
 import traceback
 from collections import Counter
@@ -17,13 +16,14 @@ from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.spaces import is_scalar_text, scalar_text
 from driftgym.errors import EnvError, EpisodeError, GeneratorError, SandboxError
-from driftgym.types import Message, Task, ToolCall, Trajectory, TrajectoryStatus, Turn
+from driftgym.types import MAX_REWARD, Message, Task, ToolCall, Trajectory, TrajectoryStatus, Turn
 
 # Code that keeps its own deadline gets this much more to clean up after it, before it is cancelled.
 GRACE_S = 3.0
 INTERRUPTED = "interrupted"
 """Event: an answer was interrupted for its length, and went on."""
 _MAX_ERROR_CHARS = 8000
+_WANTED = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g} is wanted"
 _ResultT = TypeVar("_ResultT")
 
 
@@ -200,19 +200,23 @@ async def step(env: ToolEnv, action: Message, clock: EpisodeClock, *, limits: Li
         return None
     if not result.terminated and not result.messages:
         raise EnvError("astep gave no message and did not end the episode: the agent would act without a reply")
-    if not math.isfinite(result.reward):
-        raise EnvError(f"astep gave the reward {result.reward}")
+    if not _is_reward(result.reward):
+        raise EnvError(f"astep gave the reward {result.reward}; {_WANTED}")
     return replace(result, messages=_readable(result.messages, what="astep"))
 
 
 async def grade(env: ToolEnv, status: TrajectoryStatus, *, limits: Limits) -> Grade:
     """What the episode was worth. Raises EnvError, SandboxError or DeadlinePassed when it cannot be told."""
     result = await _from_env(lambda: env.grade(status), Grade, limit_s=limits.grade_s + GRACE_S, what="grade")
-    if not math.isfinite(result.reward):
-        raise EnvError(f"grade gave the reward {result.reward}")
-    if strange := [name for name, part in result.parts.items() if not math.isfinite(part)]:
-        raise EnvError(f"grade gave parts that are not finite: {', '.join(strange)}")
+    if not _is_reward(result.reward):
+        raise EnvError(f"grade gave the reward {result.reward}; {_WANTED}")
+    if strange := [f"{name} {part}" for name, part in result.parts.items() if not _is_reward(part)]:
+        raise EnvError(f"grade gave the parts {', '.join(strange)}; {_WANTED}")
     return result
+
+
+def _is_reward(value: float) -> bool:
+    return abs(value) <= MAX_REWARD  # a NaN is not
 
 
 def _readable(messages: Sequence[Message], *, what: str) -> tuple[Message, ...]:

@@ -1,7 +1,6 @@
 """`check_tool_env`: is an environment sound enough to train on? What `driftgym env check` says."""
 
 import asyncio
-import math
 import re
 import traceback
 import warnings
@@ -17,7 +16,7 @@ from driftgym.envs.bridge import run_blocking
 from driftgym.envs.registry import make_env
 from driftgym.envs.tools import argument_check
 from driftgym.errors import ConfigError
-from driftgym.types import Message, ToolCall, TrajectoryStatus
+from driftgym.types import MAX_REWARD, Message, ToolCall, TrajectoryStatus
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SEED, _OTHER_SEED = 123, 456
@@ -145,8 +144,8 @@ class _Checks:
         for status in _SCORED:
             await self._first.areset(seed=_SEED)
             grade = await self._first.grade(status)
-            if not all(math.isfinite(value) for value in (grade.reward, *grade.parts.values())):
-                self._say(f"grade({status}): not finite: {grade}")
+            if not all(abs(value) <= MAX_REWARD for value in (grade.reward, *grade.parts.values())):
+                self._say(f"grade({status}): not finite, or above {MAX_REWARD:g}: {grade}")
             if grade != await self._first.grade(status):
                 self._say(f"grade({status}): not the same when asked again")
 

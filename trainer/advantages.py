@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from driftgym.errors import TrainingError
+from driftgym.types import MAX_REWARD
 
 GroupMethod: TypeAlias = Literal["group_mean", "leave_one_out", "group_normalised", "max_rl"]
 AdvantageMethod: TypeAlias = Literal[GroupMethod, "batch_normalised"]
@@ -28,6 +29,7 @@ Rewards: TypeAlias = Sequence[float | None]
 Advantages: TypeAlias = list[float | None]
 
 _EPSILON = 1e-6
+_LARGEST = 1e6 * MAX_REWARD  # the return of a turn is a sum of rewards; twice this still is a float32
 
 
 def has_variance(rewards: Rewards) -> bool:
@@ -47,7 +49,7 @@ def group_advantages(rewards: Rewards, *, method: AdvantageMethod, is_unbiased: 
         [members] None where the reward is None; all finite.
 
     Raises:
-        ValueError: a reward is not finite, or the method needs the whole batch.
+        ValueError: a reward is not finite, or far above `types.MAX_REWARD`; or the method needs the whole batch.
         TrainingError: `max_rl`, and the mean of different rewards is not above 0.
     """
     if method == "batch_normalised":
@@ -77,10 +79,10 @@ def batch_advantages(groups: Sequence[Rewards], *, method: AdvantageMethod) -> l
 
 
 def _centred(rewards: Rewards) -> Advantages:
-    """R - mean, exactly 0 where all are equal. Raises ValueError when a reward is not finite."""
+    """R - mean, exactly 0 where all are equal. Raises ValueError when a reward is not finite, or too large."""
     scored = _scored(rewards)
-    if not all(math.isfinite(reward) for reward in scored):
-        raise ValueError(f"a reward is not finite: {list(rewards)}")
+    if not all(abs(reward) <= _LARGEST for reward in scored):
+        raise ValueError(f"a reward is not finite, or too large: {list(rewards)}")
     if not has_variance(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     mean = _mean(scored)

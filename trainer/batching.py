@@ -50,7 +50,7 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """True when a trained token has an advantage: without one, no objective gives the row a gradient."""
+        """True when a trained token has an advantage; without one, few losses move it (`moves_without_advantage`)."""
         return bool(self.segment.advantages[self.segment.train_mask].any())
 
 

@@ -102,7 +102,7 @@ class PassReport:
         return (self.record.logprobs - self.record.behaviour_logprobs)[chosen].double().clamp(-300.0, 300.0)
 
     def metrics(self) -> dict[str, float]:
-        """The figures of the step that come from its tokens; all finite where the loss is."""
+        """The figures of the step that come from its tokens; all finite where the loss and the log-probs are."""
         figures = {
             "loss": self.loss,
             "num_micro_batches": float(self.num_micro_batches),
@@ -132,7 +132,8 @@ def accumulate_gradients(
     """
     passes = _Passes(model, policy_version=policy_version, settings=settings)
     if settings.loss.objective.needs_whole_batch:
-        passes.run_unit(passes.plan(rows), needs_gradient=True)
+        untrained = [row for row in rows if not row.num_inputs]
+        passes.run_unit(passes.plan(rows), needs_gradient=True, untrained=untrained)
         return passes.report()
     for needs_gradient in (True, False):
         chosen = [row for row in rows if _moves(row, settings.loss) == needs_gradient]
@@ -165,6 +166,7 @@ class _Passes:
         self._packs = takes_packed_rows(model)
         self._records: list[TokenRecord] = []
         self._num_rows = 0
+        self._num_parts = 0
         self._num_inputs = 0
         self._num_padding = 0
 
@@ -172,8 +174,8 @@ class _Passes:
         """The micro-batches of `rows`."""
         return plan_micro_batches(rows, max_tokens=self._settings.max_tokens, packs=self._packs)
 
-    def run_unit(self, parts: Sequence[Sequence[Row]], *, needs_gradient: bool) -> None:
-        """Micro-batches whose losses are computed together; nothing for none.
+    def run_unit(self, parts: Sequence[Sequence[Row]], *, needs_gradient: bool, untrained: Sequence[Row] = ()) -> None:
+        """Micro-batches whose losses are computed together; nothing for none. Baselines count `untrained` rows too.
 
         One alone goes forward and backward. Of several, all are scored first, without a graph; then each is scored
         again, and its log-probs are multiplied by the gradient that the loss of them all has with respect to them.
@@ -183,7 +185,7 @@ class _Passes:
         in_one_pass = needs_gradient and len(parts) == 1
         with torch.set_grad_enabled(in_one_pass):
             scored = [self._score(part) for part in parts]
-            tokens = _joined_tokens(scored)
+            tokens = _joined_tokens(scored, untrained)
         if not in_one_pass and needs_gradient:
             tokens = replace(tokens, logprobs=tokens.logprobs.requires_grad_())
         with torch.set_grad_enabled(needs_gradient):
@@ -230,6 +232,7 @@ class _Passes:
             )
         )
         self._num_rows += tokens.num_sequences
+        self._num_parts += len(scored)
         self._num_inputs += sum(each.batch.num_inputs for each in scored)
         self._num_padding += sum(each.batch.num_padding for each in scored)
 
@@ -237,15 +240,15 @@ class _Passes:
         """What all units gave."""
         return PassReport(
             record=_joined(self._records),
-            num_micro_batches=len(self._records),
+            num_micro_batches=self._num_parts,
             num_inputs=self._num_inputs,
             num_padding=self._num_padding,
         )
 
 
-def _joined_tokens(scored: Sequence[_Scored]) -> TokenBatch:
-    """What the loss reads of these micro-batches."""
-    rows = [row for each in scored for row in each.rows]
+def _joined_tokens(scored: Sequence[_Scored], untrained: Sequence[Row]) -> TokenBatch:
+    """What the loss reads of these micro-batches, and of rows without a trained token: their groups and rewards."""
+    rows = [row for each in scored for row in each.rows] + list(untrained)
     names = [row.segment.group_id or f"{index} alone" for index, row in enumerate(rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     logprobs = torch.cat([each.scores.logprobs for each in scored])
@@ -270,6 +273,22 @@ def _joined(records: Sequence[TokenRecord]) -> TokenRecord | None:
         return None
     names = [field.name for field in fields(TokenRecord)]
     return TokenRecord(**{name: torch.cat([getattr(record, name) for record in records]) for name in names})
+
+
+def joined_reports(reports: Sequence[PassReport]) -> PassReport:
+    """What several passes gave, as one; no row of one is a row of another."""
+    records: list[TokenRecord] = []
+    num_rows = 0
+    for record in (report.record for report in reports):
+        if record is not None and len(record.sequences):
+            records.append(replace(record, sequences=record.sequences + num_rows))
+            num_rows += int(record.sequences.max()) + 1
+    return PassReport(
+        record=_joined(records),
+        num_micro_batches=sum(report.num_micro_batches for report in reports),
+        num_inputs=sum(report.num_inputs for report in reports),
+        num_padding=sum(report.num_padding for report in reports),
+    )
 
 
 def _nothing() -> TokenBatch:

@@ -21,6 +21,7 @@ from driftgym.trainer.tally import Tally
 from driftgym.types import Trajectory, TrajectoryGroup
 
 _EVENT_KEY = "event:"  # in `meta`, before the name of what is counted
+_SETTLED_KEY = "settled:"  # likewise, of what is the same in every life
 GroupState = Literal["issued", "finished", "failed", "trained", "dropped", "filtered"]
 
 _SCHEMA = """
@@ -127,6 +128,15 @@ class Journal:
             )
         ((self._incarnation,),) = self._db.execute("SELECT value FROM meta WHERE key = 'incarnation'")
         return self._incarnation
+
+    def settled(self, name: str, value: int) -> int:
+        """What `name` was in the first life of the run, where it must not change; settled as `value` if by none yet."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (_SETTLED_KEY + name, value)
+            )
+        ((settled,),) = self._db.execute("SELECT value FROM meta WHERE key = ?", (_SETTLED_KEY + name,))
+        return int(settled)
 
     def issue(self, *, group_id: str, task_index: int, group_size: int, min_policy_version: int) -> None:
         """A group starts; one that was issued before and did not finish starts again, whole."""

@@ -1,14 +1,14 @@
 """The learner: a model, its optimizer, and the steps they take. Run as a process, it answers the trainer's calls.
 
 `python -m driftgym.trainer.learner` speaks `driftgym.processes` on its standard input and output; the calls are those
-of `training_client.TrainingClient`, after a first `start`.
+of `training_client.ProcessTrainingClient`, after a first `start`.
 """
 
 import copy
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,22 @@ import transformers
 from driftgym.errors import TrainingError
 from driftgym.processes import serve_calls
 from driftgym.trainer.adapters import adapters_of
+from driftgym.trainer.batch_shape import BatchShape, group_names, sampled_lengths
 from driftgym.trainer.batching import Row
 from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
-from driftgym.trainer.learner_config import LearnerSpec, OptimizerConfig
-from driftgym.trainer.learner_state import load_state, save_state
+from driftgym.trainer.learner_config import LearnerConfig, LearnerSpec
+from driftgym.trainer.learner_state import has_reference, load_state, save_state
 from driftgym.trainer.model_loading import load_model, named_weights, trained_parameters
 from driftgym.trainer.models import ordinary_token_ids
 from driftgym.trainer.objective_config import ObjectiveConfig
 from driftgym.trainer.objectives import LossSpec, token_weights
-from driftgym.trainer.training_client import StepReport
+from driftgym.trainer.steps import OpenStep, adamw, clipped_step, step_learning_rate
+from driftgym.trainer.training_client import PassFigures, StepReport
 from driftgym.trainer.warmup import warmup_batches, warmup_learning_rate
 from driftgym.trainer.weights import WeightPublisher
 from driftgym.types import Segment, WeightUpdate
 
 _MAX_NAMED = 8
-_FINAL_SHARE = 0.1  # of the learning rate, where it falls
 
 
 class Learner:
@@ -49,7 +50,7 @@ class Learner:
         self._model = load_model(spec.model, spec.model_folder, seed=spec.seed, device=device)
         self.parameters = trained_parameters(self._model)
         """What training changes, by name."""
-        self._optimizer = _adamw(self.parameters, spec.config.optimizer)
+        self._optimizer = adamw(self.parameters, spec.config.optimizer)
         loss = LossSpec(
             objective=spec.config.objective, kl=spec.config.kl, max_failure_drift=spec.config.max_failure_drift
         )
@@ -61,83 +62,111 @@ class Learner:
         )
         self._reference: torch.nn.Module | None = None
         self._publisher: WeightPublisher | None = None
+        self._has_moved = False
         self.policy_version = 0
+        self._begin_step()
 
     def train_step(self, segments: Sequence[Segment]) -> StepReport:
-        """See TrainingClient. Without a trained token that has an advantage, weights and optimizer stay as they are."""
-        started = time.perf_counter()
-        rows = self._rows(segments)
-        settings = replace(self._settings, reference=self._reference_policy())
+        """`forward_backward` on a whole batch, then `optim_step`. Where it fails, the next step begins anew."""
         try:
+            self.forward_backward(segments)
+        except BaseException:
+            self._begin_step()
+            raise
+        return self.optim_step()
+
+    def forward_backward(
+        self,
+        segments: Sequence[Segment],
+        *,
+        objective: ObjectiveConfig | None = None,
+        batch: BatchShape | None = None,
+    ) -> PassFigures:
+        """See TrainingClient."""
+        self._step.check("forward_backward")
+        started = time.perf_counter()
+        try:
+            settings = self._pass_settings(objective)
+            rows = _rows(segments, batch, config=self._spec.config, loss=settings.loss)
             report = accumulate_gradients(self._model, rows, policy_version=self.policy_version, settings=settings)
-            grad_norm = self._checked_grad_norm(report, rows)
-            updates = self._moves(rows)
-            learning_rate = _step_learning_rate(self._spec.config.optimizer, self.policy_version)
+            grad_norm = self._checked_grad_norm(report, rows, settings)
+            return self._step.add(report, segments, grad_norm=grad_norm, seconds=time.perf_counter() - started)
+        except BaseException as error:
+            self._begin_step()
+            self._step.spoil(error)
+            raise
+
+    def optim_step(self) -> StepReport:
+        """See TrainingClient. Where the gradient is exactly 0 (nothing is trained, no trained token has an advantage,
+        or all of them were left out), weights and optimizer stay as they are."""
+        started = time.perf_counter()
+        step, config = self._step, self._spec.config.optimizer
+        learning_rate = step_learning_rate(config, self.policy_version)
+        updates = float(step.grad_norm) > 0.0
+        try:
+            step.check("optim_step")
             if updates:
-                _set_learning_rate(self._optimizer, learning_rate)
-                self._optimizer.step()
+                self._has_moved = True
+                clipped_step(
+                    self._optimizer,
+                    self.parameters,
+                    grad_norm=step.grad_norm,
+                    max_grad_norm=config.max_grad_norm,
+                    learning_rate=learning_rate,
+                )
+            self.policy_version += 1
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
-        self.policy_version += 1
-        lag0_ratios = report.lag0_log_ratios().exp()
-        num_sampled = sum(int(segment.loss_mask.sum()) for segment in segments)
-        num_trained = sum(int(segment.train_mask.sum()) for segment in segments)
-        metrics = report.metrics() | {
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "num_segments": float(len(segments)),
-            "num_tokens_trained": float(num_trained),
-            "num_tokens_masked": float(num_sampled - num_trained),
-            "update_skipped": float(not updates),
-            "learner_step_s": time.perf_counter() - started,
-        }
-        return StepReport(
+            self._begin_step()
+        return step.report(
             policy_version=self.policy_version,
-            metrics=metrics,
-            num_lag0_tokens=len(lag0_ratios),
-            lag0_ratio_sum=float(lag0_ratios.sum()),
+            learning_rate=learning_rate,
+            updates=updates,
+            seconds=time.perf_counter() - started,
         )
 
-    def _moves(self, rows: Sequence[Row]) -> bool:
-        """True when a trained token has a gradient."""
-        if self._settings.loss.moves_without_advantage:
-            return any(row.num_inputs for row in rows)
-        return any(row.has_gradient for row in rows)
+    def _begin_step(self) -> None:
+        """Drops the gradients that there are."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step = OpenStep(number=self.policy_version + 1)
 
-    def _reference_policy(self) -> torch.nn.Module | None:
+    def _pass_settings(self, objective: ObjectiveConfig | None) -> PassSettings:
+        """Those of a pass with `objective`, or with the configured one."""
+        loss = self._settings.loss if objective is None else replace(self._settings.loss, objective=objective)
+        return replace(self._settings, loss=loss, reference=self._reference_policy(loss))
+
+    def _reference_policy(self, loss: LossSpec) -> torch.nn.Module | None:
         """The policy as it was before the first step, where the loss reads it; kept apart, and by checkpoints too."""
-        if self._settings.loss.needs_reference and self._reference is None:
-            self._reference = copy.deepcopy(self._model).requires_grad_(False).eval()
+        if not loss.needs_reference:
+            return None
+        if self._reference is None and self._has_moved:
+            raise TrainingError(
+                f"objective {loss.objective.name} reads the weights from before the first step, which were not kept: "
+                "configure it, or use it in the first step already"
+            )
+        self._reference = self._reference or self._frozen_copy()
         return self._reference
 
-    def _reference_parameters(self) -> dict[str, torch.nn.Parameter] | None:
-        reference = self._reference_policy()
+    def _frozen_copy(self) -> torch.nn.Module:
+        return copy.deepcopy(self._model).requires_grad_(False).eval()
+
+    def _trained_part(self, reference: torch.nn.Module | None) -> dict[str, torch.nn.Parameter] | None:
+        """The parameters of `reference` that training changes in the policy."""
         if reference is None:
             return None
         parameters = dict(reference.named_parameters())
         return {name: parameters[name] for name in self.parameters}
 
     def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
-        """See TrainingClient. Uses an optimizer of its own, so that RL starts with a fresh one."""
+        """See ProcessTrainingClient. Uses an optimizer of its own, so that RL starts with a fresh one."""
+        if self._step.has_passes:
+            raise TrainingError("warm_up was asked for in the middle of a step: take it first, with optim_step")
         started = time.perf_counter()
-        warmup, optimizer_config = self._spec.warmup, self._spec.config.optimizer
-        optimizer = _adamw(self.parameters, optimizer_config)
         ordinary = ordinary_token_ids(self._spec.model_folder, vocab_size=self._model.config.vocab_size)
-        batches = warmup_batches(segments, config=warmup, ordinary_token_ids=ordinary, seed=self._spec.seed)
-        settings = PassSettings(
-            loss=LossSpec(objective=ObjectiveConfig(name="reinforce")),
-            temperature=self._settings.temperature,
-            max_tokens=self._settings.max_tokens,
-            device=self._settings.device,
-        )
-        losses: list[float] = []
-        for step, rows in enumerate(batches):
-            report = accumulate_gradients(self._model, rows, policy_version=0, settings=settings)
-            self._checked_grad_norm(report, rows)
-            _set_learning_rate(optimizer, warmup_learning_rate(warmup, step))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(report.loss)
+        batches = warmup_batches(segments, config=self._spec.warmup, ordinary_token_ids=ordinary, seed=self._spec.seed)
+        try:
+            losses = self._supervised_steps(batches)
+        finally:
+            self._begin_step()
         tail = losses[-max(1, len(losses) // 10) :]
         return {
             "warmup_loss_first": losses[0] if losses else 0.0,
@@ -145,6 +174,25 @@ class Learner:
             "warmup_num_steps": float(len(losses)),
             "warmup_s": time.perf_counter() - started,
         }
+
+    def _supervised_steps(self, batches: Iterable[list[Row]]) -> list[float]:
+        """The loss before each step."""
+        config = self._spec.config.optimizer
+        optimizer = adamw(self.parameters, config)
+        settings = replace(self._settings, loss=LossSpec(objective=ObjectiveConfig(name="reinforce")))
+        losses: list[float] = []
+        for step, rows in enumerate(batches):
+            report = accumulate_gradients(self._model, rows, policy_version=0, settings=settings)
+            clipped_step(
+                optimizer,
+                self.parameters,
+                grad_norm=self._checked_grad_norm(report, rows, settings),
+                max_grad_norm=config.max_grad_norm,
+                learning_rate=warmup_learning_rate(self._spec.warmup, step),
+            )
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(report.loss)
+        return losses
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by the name that it is published under; see model_loading.named_weights."""
@@ -170,58 +218,52 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """See TrainingClient."""
+        needs_reference = self._settings.loss.needs_reference
+        reference = self._reference_policy(self._settings.loss) if needs_reference else self._reference
         save_state(
             folder,
             parameters=self.parameters,
             optimizer=self._optimizer,
             policy_version=self.policy_version,
-            reference=self._reference_parameters(),
+            reference=self._trained_part(reference),
         )
 
     def load(self, folder: Path, *, policy_version: int) -> None:
         """See TrainingClient."""
+        needs_reference = self._settings.loss.needs_reference or has_reference(folder)
+        reference = (self._reference or self._frozen_copy()) if needs_reference else None
         load_state(
             folder,
             parameters=self.parameters,
             optimizer=self._optimizer,
             policy_version=policy_version,
-            reference=self._reference_parameters(),
+            reference=self._trained_part(reference),
         )
+        self._reference = reference
+        self._has_moved = True
         self.policy_version = policy_version
+        self._begin_step()
 
-    def _rows(self, segments: Sequence[Segment]) -> list[Row]:
-        """Segments with the weight of their tokens, which lag rules and micro-batches do not change."""
-        config = self._spec.config
-        weights = token_weights(
-            [int(segment.loss_mask.sum()) for segment in segments],
-            normalisation=config.normalisation,
-            groups=[segment.group_id or (segment.trajectory_id, index) for index, segment in enumerate(segments)],
-            fixed_num_tokens=config.fixed_num_tokens,
-        )
-        return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
-
-    def _checked_grad_norm(self, report: PassReport, rows: Sequence[Row]) -> float:
-        """Scales the gradients down to their limit and gives their norm before that.
+    def _checked_grad_norm(self, report: PassReport, rows: Sequence[Row], settings: PassSettings) -> torch.Tensor:
+        """[] the norm of the gradients that there are.
 
         Raises:
             TrainingError: the loss or a gradient is not finite; names the trajectories that make it so.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._spec.config.optimizer.max_grad_norm)
-        grad_norm = float(norm)
-        if math.isfinite(report.loss) and math.isfinite(grad_norm):
-            return grad_norm
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        if math.isfinite(report.loss) and math.isfinite(float(norm)):
+            return norm
         what = "a gradient" if math.isfinite(report.loss) else "the loss"
         raise TrainingError(
             f"step {self.policy_version + 1}: {what} is not finite; the weights are as before. "
-            f"Trajectories: {', '.join(self._culprits(rows)) or 'none on its own'}"
+            f"Trajectories: {', '.join(self._culprits(rows, settings)) or 'none on its own'}"
         )
 
-    def _culprits(self, rows: Sequence[Row]) -> list[str]:
+    def _culprits(self, rows: Sequence[Row], settings: PassSettings) -> list[str]:
         """The trajectories whose own loss or gradient is not finite; at most eight, then an ellipsis."""
         named: list[str] = []
         for row in rows:
             self._optimizer.zero_grad(set_to_none=True)
-            settings = replace(self._settings, reference=self._reference)
             report = accumulate_gradients(self._model, [row], policy_version=0, settings=settings)
             gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
             if math.isfinite(report.loss) and all(bool(gradient.isfinite().all()) for gradient in gradients):
@@ -232,28 +274,25 @@ class Learner:
         return named
 
 
-def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters.values(),
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        fused=True,
+def _rows(segments: Sequence[Segment], batch: BatchShape | None, *, config: LearnerConfig, loss: LossSpec) -> list[Row]:
+    """Segments with the weight of their tokens, which lag rules, micro-batches and calls do not change.
+
+    Raises:
+        TrainingError: they cannot be a part of `batch`, or are a part and the loss needs all of it at once.
+    """
+    part = BatchShape.of(segments)
+    if batch is not None and not batch.holds(part):
+        raise TrainingError("the segments are no part of the batch: its shape is that of all its segments together")
+    if batch is not None and batch != part and loss.objective.needs_whole_batch:
+        raise TrainingError(f"objective {loss.objective.name} looks at the whole batch: give it in one call")
+    weights = token_weights(
+        sampled_lengths(segments),
+        normalisation=config.normalisation,
+        groups=group_names(segments),
+        fixed_num_tokens=config.fixed_num_tokens,
+        batch=batch or part,
     )
-
-
-def _step_learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The learning rate of the step that takes policy version `step` to the next."""
-    rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    if config.decay_steps is None:
-        return config.learning_rate * rise
-    progress = max(0.0, (step - config.warmup_steps) / max(1, config.decay_steps - config.warmup_steps))
-    return config.learning_rate * rise * max(_FINAL_SHARE, 1.0 - (1.0 - _FINAL_SHARE) * progress)
-
-
-def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
 
 
 class _LearnerProcess:
@@ -271,7 +310,7 @@ class _LearnerProcess:
 
     def methods(self) -> dict[str, Any]:
         """By name."""
-        names = ("train_step", "publish", "save", "load", "warm_up")
+        names = ("forward_backward", "optim_step", "publish", "save", "load", "warm_up")
         return {"start": self.start} | {name: self._forward(name) for name in names}
 
     def _forward(self, name: str) -> Any:

@@ -30,6 +30,12 @@ class OptimizerConfig(Config):
             raise ValueError("each beta must lie in [0, 1)")
         return betas
 
+    @pydantic.model_validator(mode="after")
+    def _check_decay(self) -> "OptimizerConfig":
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps must be above warmup_steps, got {self.decay_steps} and {self.warmup_steps}")
+        return self
+
 
 class LearnerConfig(Config):
     """How a batch of segments becomes an optimizer step."""

@@ -68,6 +68,11 @@ def load_state(
             (reference or {})[name].copy_(tensor)
 
 
+def has_reference(folder: Path) -> bool:
+    """True when `save_state` was given a reference policy to write to `folder`."""
+    return (folder / _REFERENCE).is_file()
+
+
 def _on_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().to("cpu").contiguous() for name, parameter in parameters.items()}
 

@@ -30,7 +30,7 @@ from driftgym.trainer.staleness import LagHistogram, LagRule
 from driftgym.trainer.stop import RunInterruptedError, Stop
 from driftgym.trainer.summary import LengthRatio, RunClock, batch_figures
 from driftgym.trainer.trainer_config import TrainerConfig
-from driftgym.trainer.training_client import StepReport, TrainingClient
+from driftgym.trainer.training_client import StepReport, TrainingClient, train_step
 from driftgym.types import Segment, TrajectoryGroup, WeightUpdate
 
 
@@ -191,7 +191,7 @@ class Trainer:
         self._metrics.show(f"training step {self._version + 1} on {len(segments)} segments")
         self._look_at_engines()
         started = time.monotonic()
-        report = await self._parts.client.train_step(segments)
+        report = await train_step(self._parts.client, segments)
         step_s = time.monotonic() - started
         if report.policy_version != self._version + 1:
             raise TrainingError(f"the learner is at version {report.policy_version}, not {self._version + 1}")

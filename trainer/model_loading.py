@@ -18,7 +18,9 @@ _CHECK_TOLERANCE = 1e-4
 
 
 def load_model(config: ModelConfig, folder: Path, *, seed: int, device: torch.device) -> Any:
-    """A causal language model of transformers, ready to be trained.
+    """A causal language model of transformers, ready to be trained, in evaluation mode.
+
+    Generators sample without dropout: a model that trained with it would score tokens as those of another policy.
 
     Raises:
         ConfigError: transformers cannot load it, or its logits are more than its head applied to its decoder's
@@ -35,7 +37,7 @@ def load_model(config: ModelConfig, folder: Path, *, seed: int, device: torch.de
         model = _with_adapters(model, config.lora, folder)
     prune_last_layer(model)
     enable_packed_rows(model)
-    return model.to(device).train()
+    return model.to(device).eval()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

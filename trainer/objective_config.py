@@ -5,7 +5,6 @@ meaning is that of the keyword arguments of the function of the same name in `dr
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -60,6 +59,10 @@ _CHOICES_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("opmd", "form"): ("token", "sequence", "residual"),
 }
 _MAY_BE_NULL = {("ppo", "dual_clip"), ("decoupled_ppo", "cap")}
+_ABOVE_ZERO = {"cap", "max_m2", "tau_pos", "tau_neg"}
+_ABOVE_ZERO_OF = {("opmd", "tau"), ("tba", "tau")}  # what rewards are divided by
+_BANDS: Mapping[str, tuple[str, str]] = {"robust": ("low", "cap"), "mis": ("low", "high"), "icepop": ("low", "high")}
+_LARGEST = 3e38  # in float32
 _WHOLE_BATCH = frozenset({"m2po", "bapo", "gepo", "tba", "opmd"})
 _ALSO_WITHOUT_ADVANTAGE = frozenset({"dppo_tv", "ipo", "opmd", "tba"})
 
@@ -92,6 +95,7 @@ class ObjectiveConfig(Config, extra="allow"):
             meant = f"; did you mean {near[0]!r}?" if near else f"; it reads {reads}"
             raise ValueError(f"objective {name} does not read {unknown[0]}{meant}")
         numbers = {key: _checked(name, key, given[key]) if key in given else value for key, value in defaults.items()}
+        _check_band(name, numbers)
         return {"name": name, **numbers}
 
     @property
@@ -124,11 +128,31 @@ def _checked(name: str, key: str, value: Any) -> Number:
         return str(value)
     if value is None and (name, key) in _MAY_BE_NULL:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"objective {name}: {key} must be a number of at least 0, got {value!r}")
-    if key == "dual_clip" and value <= 1:
-        raise ValueError(f"objective {name}: dual_clip must be above 1, got {value!r}")
-    return float(value)
+    number = _number(value)
+    if number is None or not 0 <= number <= _LARGEST:
+        raise ValueError(f"objective {name}: {key} must be a number of at least 0, got {value!r:.80}")
+    least = 1.0 if key == "dual_clip" else 0.0
+    is_above = key in {"dual_clip", *_ABOVE_ZERO} or (name, key) in _ABOVE_ZERO_OF
+    if is_above and number <= least:
+        raise ValueError(f"objective {name}: {key} must be above {least:g}, got {value!r}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a number: YAML reads 3e-4, which has no point, as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _check_band(name: str, numbers: Mapping[str, Any]) -> None:
+    """Raises ValueError where the lower bound of a ratio is above the upper one: nothing would be trained."""
+    low, high = _BANDS.get(name, ("", ""))
+    if low and numbers[low] > numbers[high]:
+        raise ValueError(f"objective {name}: {low} must not be above {high}, got {numbers[low]} and {numbers[high]}")
 
 
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "k3_straight_through"]

@@ -83,8 +83,13 @@ async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartPart
         run_dir: its folder, made before.
         stop: the user's wish to stop.
         start: starts the parts and leaves their closing to the stack; `parts.start_parts`, or a scripted twin.
+
+    Raises:
+        ConfigError: another process has the run, or it began with another `trainer.num_tasks`.
+        DriftgymError: the run failed; its folder holds all that was done.
     """
     with _held(run_dir) as journal:
+        _check_tasks(config, journal)
         journal.begin_life()
         lineage = take_up(run_dir, journal, config.trainer.lag_rule, say=_print_error)
         rows = journal.step_rows()
@@ -149,6 +154,17 @@ class _Life:
             clock=self.clock,
             stop=self.stop,
             limits=self.request.config.limits,
+        )
+
+
+def _check_tasks(config: RunConfig, journal: Journal) -> None:
+    """Raises ConfigError when the groups that were played so far would be of other tasks."""
+    given = config.trainer.num_tasks
+    begun = journal.settled("num_tasks", given or 0) or None
+    if begun != given:
+        raise ConfigError(
+            f"trainer.num_tasks: {given} does not go on with a run that began with {begun}; its groups would be of "
+            "other tasks: set it back, or begin a new run"
         )
 
 

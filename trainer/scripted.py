@@ -8,14 +8,19 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode, WeightVersion
-from driftgym.errors import TrainingError
+from driftgym.errors import NotDoneError, TrainingError
+from driftgym.trainer.batch_shape import BatchShape
+from driftgym.trainer.call_order import CallOrder
 from driftgym.trainer.checkpoint import check_sealed, sealed_folder
-from driftgym.trainer.training_client import StepReport
+from driftgym.trainer.objective_config import ObjectiveConfig
+from driftgym.trainer.training_client import PassFigures, StepReport
 from driftgym.types import (
     Completion,
     Message,
@@ -52,34 +57,86 @@ class ScriptedTrainingClient:
         self._step_s = step_s
         self._fail_at_step = fail_at_step
         self._version = 0
+        self._calls = CallOrder()
+        self._open: list[Segment] = []
+        self._first_cause: str | None = None
         self.trained: list[tuple[str, ...]] = []
         """The trajectories of each step since the start or the last `load`."""
         self.segments: list[tuple[Segment, ...]] = []
         """The rows of each step, likewise: every token that was trained, with its version, is in them."""
-        self.num_warm_up_segments = 0
-        """How many segments `warm_up` was given."""
         self.is_closed = False
         """True after `close`."""
 
-    async def train_step(self, segments: Sequence[Segment]) -> StepReport:
-        """See TrainingClient."""
-        await asyncio.sleep(self._step_s(self._version) if callable(self._step_s) else self._step_s)
-        if self._version + 1 == self._fail_at_step:
-            raise TrainingError("the learner is gone")
+    def forward_backward(
+        self,
+        segments: Sequence[Segment],
+        *,
+        objective: ObjectiveConfig | None = None,
+        batch: BatchShape | None = None,
+    ) -> asyncio.Future[PassFigures]:
+        """See TrainingClient. What is not finite is an advantage or a log-prob of a trained token."""
+        del objective
+
+        async def call() -> PassFigures:
+            return self._pass(segments, batch)
+
+        return self._calls.submit(call, name="forward_backward", is_repeated=True)
+
+    def _pass(self, segments: Sequence[Segment], batch: BatchShape | None) -> PassFigures:
+        self._check_step("forward_backward")
+        try:
+            _check_finite(segments)
+            if batch is not None and not batch.holds(BatchShape.of(segments)):
+                raise TrainingError("the segments are no part of the batch")
+        except TrainingError as error:
+            self._first_cause, self._open = str(error), []
+            raise
+        self._open += segments
+        return self._figures(segments)
+
+    def _check_step(self, method: str) -> None:
+        if self._first_cause is not None:
+            raise NotDoneError(f"{method} was not done: a forward_backward failed: {self._first_cause}")
+
+    def _figures(self, segments: Sequence[Segment]) -> PassFigures:
         fresh = sum(int((s.train_mask & s.exact_mask & (s.policy_versions == self._version)).sum()) for s in segments)
+        return PassFigures(metrics={"loss": 0.0}, num_lag0_tokens=fresh, lag0_ratio_sum=float(fresh))
+
+    def optim_step(self) -> asyncio.Future[StepReport]:
+        """See TrainingClient. Takes `step_s`."""
+        return self._calls.submit(self._step, name="optim_step")
+
+    async def _step(self) -> StepReport:
+        try:
+            self._check_step("optim_step")
+            await asyncio.sleep(self._step_s(self._version) if callable(self._step_s) else self._step_s)
+            if self._version + 1 == self._fail_at_step:
+                raise TrainingError("the learner is gone")
+        except TrainingError:
+            self._first_cause, self._open = None, []
+            raise
+        segments, self._open = tuple(self._open), []
+        figures = self._figures(segments)
         self.trained.append(tuple(segment.trajectory_id for segment in segments))
-        self.segments.append(tuple(segments))
+        self.segments.append(segments)
         self._version += 1
         return StepReport(
             policy_version=self._version,
-            metrics={"loss": 0.0},
-            num_lag0_tokens=fresh,
-            lag0_ratio_sum=float(fresh),
+            metrics=figures.metrics,
+            num_lag0_tokens=figures.num_lag0_tokens,
+            lag0_ratio_sum=figures.lag0_ratio_sum,
         )
 
-    async def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
+    def publish(self, folder: Path, *, is_last: bool = False) -> asyncio.Future[WeightUpdate]:
         """See TrainingClient. Every publication is full."""
         del is_last
+
+        async def call() -> WeightUpdate:
+            return self._publish(folder)
+
+        return self._calls.submit(call, name="publish")
+
+    def _publish(self, folder: Path) -> WeightUpdate:
         location = folder / f"{self._incarnation}-{self._version:08d}"
         if not location.exists():
             with sealed_folder(location) as partial:
@@ -92,28 +149,48 @@ class ScriptedTrainingClient:
             checksum=f"sha256:{digest}",
         )
 
-    async def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> asyncio.Future[None]:
         """See TrainingClient."""
-        with sealed_folder(folder) as partial:
-            (partial / "state.json").write_text(json.dumps({"version": self._version}), encoding="utf-8")
 
-    async def load(self, folder: Path, *, policy_version: int) -> None:
+        async def call() -> None:
+            with sealed_folder(folder) as partial:
+                (partial / "state.json").write_text(json.dumps({"version": self._version}), encoding="utf-8")
+
+        return self._calls.submit(call, name="save")
+
+    def load(self, folder: Path, *, policy_version: int) -> asyncio.Future[None]:
         """See TrainingClient."""
+
+        async def call() -> None:
+            self._load(folder, policy_version)
+
+        return self._calls.submit(call, name="load")
+
+    def _load(self, folder: Path, policy_version: int) -> None:
         check_sealed(folder)
         version = json.loads((folder / "state.json").read_text(encoding="utf-8"))["version"]
         if version != policy_version:
             raise TrainingError(f"{folder}: holds version {version}, not {policy_version}")
         self._version = version
+        self._first_cause, self._open = None, []
         self.trained, self.segments = [], []
-
-    async def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
-        """See TrainingClient."""
-        self.num_warm_up_segments = len(segments)
-        return {"loss": 0.0}
 
     async def close(self) -> None:
         """See TrainingClient."""
+        self._calls.stop()
+        await self._calls.settle()
         self.is_closed = True
+
+
+def _check_finite(segments: Sequence[Segment]) -> None:
+    """Raises TrainingError that names the trajectories whose trained tokens have numbers that are not finite."""
+    named = [
+        s.trajectory_id
+        for s in segments
+        if not np.isfinite(s.advantages[s.train_mask]).all() or not np.isfinite(s.behaviour_logprobs[s.train_mask]).all()
+    ]
+    if named:
+        raise TrainingError(f"the loss is not finite; the weights are as before. Trajectories: {', '.join(named)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +259,8 @@ class Play:
     """How long it takes; each half of it writes one turn, with the version of that moment."""
     reward: float = 1.0
     """Its grade."""
+    turn_rewards: tuple[float, float] = (0.0, 0.0)
+    """The rewards of its two turns."""
     num_tokens: int = 4
     """Sampled tokens per turn."""
     status: TrajectoryStatus = TrajectoryStatus.COMPLETED
@@ -214,7 +293,7 @@ class ScriptedRollouts:
         turns = []
         for index in range(2):
             await asyncio.sleep(play.duration_s / 2)
-            turns.append(self._turn(play, f"{group_id}-{member}-{index}"))
+            turns.append(self._turn(play, f"{group_id}-{member}-{index}", reward=play.turn_rewards[index]))
         if play.raises is not None:
             raise play.raises
         return Trajectory(
@@ -231,7 +310,7 @@ class ScriptedRollouts:
             ended_at=time.time(),
         )
 
-    def _turn(self, play: Play, request_id: str) -> Turn:
+    def _turn(self, play: Play, request_id: str, *, reward: float) -> Turn:
         version = self._engines.version.policy_version
         completion = Completion(
             request_id=request_id,
@@ -241,7 +320,7 @@ class ScriptedRollouts:
             finish_reason="stop",
         )
         action = Message(role="assistant", content="scripted")
-        return Turn(new_prompt_token_ids=int32_array([1, 2]), completion=completion, action=action)
+        return Turn(new_prompt_token_ids=int32_array([1, 2]), completion=completion, action=action, reward=reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

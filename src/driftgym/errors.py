@@ -9,6 +9,7 @@
     │   ├── EnvError           the environment's own code failed: the episode ends as ENV_ERROR, not retried
     │   └── GeneratorError     infrastructure: no generator answers; retried
     └── TrainingError          a training step failed: the run stops, nothing that was written is lost
+        └── NotDoneError       a call of the learner was not done, since one before it failed; names that cause
 
 A policy's own failure (malformed call, unknown tool, bad arguments) is none of these: it is an observation
 that the agent reads. An exception that is not in this tree is an error too, never a score.
@@ -41,3 +42,7 @@ class GeneratorError(EpisodeError):
 
 class TrainingError(DriftgymError):
     """A training step failed. The run stops."""
+
+
+class NotDoneError(TrainingError):
+    """A call of the learner was not done, since one before it failed: the message names that first cause."""

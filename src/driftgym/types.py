@@ -22,6 +22,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
 WeightKind = Literal["full", "delta", "lora"]
 
+MAX_REWARD = 1e30
+"""The largest absolute value of a reward: what is computed of rewards, in float32 in the end, stays finite."""
+
 
 def _check_equal_lengths(owner: object, *names: str) -> None:
     lengths = {name: len(getattr(owner, name)) for name in names}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from driftgym.errors import ConfigError, TrainingError
 from driftgym.trainer.records import read_group
@@ -80,12 +81,26 @@ async def test_filtered_groups_are_consumed_exactly_once_over_a_resume(tmp_path:
     assert len(tasks_of(tmp_path / "run")) == 24
 
 
-async def test_turns_are_credited_by_choice(tmp_path: Path) -> None:
-    """An environment without turn rewards: everything is as with credit of the episode."""
-    parts = scripted.ScriptedParts()
-    await scripted.begin(scripted.run_config(tmp_path, "trainer.credit=turn"), parts)
-    scripted.assert_exactly_once(tmp_path / "run", steps=12, groups_per_step=2)
-    assert sum(row["groups_zero_variance"] for row in scripted.rows(tmp_path / "run")) == 5
+def late_or_early(index: int, member: int) -> Play:
+    """All have the same grade; of three members, the first earns its turn reward in the second turn."""
+    return Play(turn_rewards=(0.0, 1.0) if member == 0 else (1.0, 0.0))
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "filter"])
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+async def test_turns_are_credited_by_choice(tmp_path: Path, credit: str, zero_variance: str) -> None:
+    parts = scripted.ScriptedParts(script=late_or_early)
+    overrides = (f"trainer.credit={credit}", f"trainer.zero_variance={zero_variance}")
+    await scripted.begin(scripted.run_config(tmp_path, *overrides), parts)
+    rows = scripted.rows(tmp_path / "run")
+    assert {row["groups_zero_variance"] for row in rows} == {2 if credit == "episode" else 0}
+    num_filtered = 2 if (credit, zero_variance) == ("episode", "filter") else 0
+    assert {row["groups_filtered"] for row in rows} == {num_filtered}
+    segments = [segment for step in parts.client.segments for segment in step]
+    assert len(segments) == (2 - num_filtered) * 3 * 12
+    for segment in segments:
+        of_second_turn = 0.0 if credit == "episode" else 2 / 3 if "-0-" in segment.trajectory_id else -1 / 3
+        assert segment.advantages[segment.loss_mask].tolist() == pytest.approx([0.0] * 4 + [of_second_turn] * 4)
 
 
 async def test_when_every_task_is_solved_the_run_ends_cleanly_and_says_so(
@@ -123,6 +138,24 @@ async def test_what_is_solved_stays_solved_over_a_resume(tmp_path: Path) -> None
     assert result.summary["steps"] == 12
     assert {seed: after[seed] for seed in (0, 1, 3, 4)} == {seed: before[seed] for seed in (0, 1, 3, 4)}
     assert after[2] > before[2]
+
+
+async def test_a_run_does_not_go_on_with_another_number_of_tasks(tmp_path: Path) -> None:
+    """Group 5 played task 0 of 5; it must not count as task 5 of 7."""
+    with pytest.raises(TrainingError, match="the learner is gone"):
+        await scripted.begin(
+            scripted.run_config(tmp_path, *FINITE), scripted.ScriptedParts(script=all_but_the_third, fail_at_step=8)
+        )
+    resolved = tmp_path / "run" / "config.resolved.yaml"
+    data = yaml.safe_load(resolved.read_text())
+    for number in (7, None):
+        data["trainer"] |= {"num_tasks": number, "solved_above": 0.9 if number else None}
+        resolved.write_text(yaml.safe_dump(data))
+        with pytest.raises(ConfigError, match=rf"num_tasks: {number} does not go on with a run that began with 5"):
+            await scripted.go_on(tmp_path / "run", scripted.ScriptedParts())
+    data["trainer"] |= {"num_tasks": 5, "max_steps": 9}
+    resolved.write_text(yaml.safe_dump(data))
+    assert (await scripted.go_on(tmp_path / "run", scripted.ScriptedParts())).summary["steps"] == 9
 
 
 @pytest.mark.parametrize(

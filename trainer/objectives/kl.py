@@ -42,11 +42,12 @@ def kl_returns(tokens: TokenBatch, *, coef: float) -> Tensor:
         ValueError: there are no reference log-probs.
     """
     rewards = -coef * (tokens.behaviour_logprobs - _reference(tokens)).detach()
-    rewards = torch.where(tokens.mask, rewards, rewards.new_zeros(()))
+    rewards = torch.where(tokens.mask, rewards, 0.0).double()  # sums run over all sequences: what is before must cancel
     up_to = rewards.cumsum(0)
     # Tokens of a sequence stand together: what is left of it is its total less what came before.
     totals = tokens.sums(rewards).cumsum(0)
-    return torch.where(tokens.mask, totals[tokens.sequences] - up_to + rewards, rewards.new_zeros(()))
+    returns = torch.where(tokens.mask, totals[tokens.sequences] - up_to + rewards, 0.0)
+    return returns.to(tokens.logprobs.dtype)
 
 
 def with_kl_in_reward(tokens: TokenBatch, *, coef: float) -> TokenBatch:

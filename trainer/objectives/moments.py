@@ -10,7 +10,7 @@ from torch import Tensor
 from driftgym.trainer.objectives.clipped import clipped_surrogate, is_outward
 from driftgym.trainer.objectives.tokens import TokenBatch, TokenLosses, bounded_exp, losses_of
 
-_INSIDE = 1e-12
+_ROUNDING = 16.0  # of exp and sqrt together, in units of the precision
 
 
 def m2po(
@@ -23,7 +23,8 @@ def m2po(
 ) -> TokenLosses:
     """Bounds M2, the second moment of the log-ratio.
 
-    - `mask`: l = -keep·A·r; the tokens of largest (log r)² are left out until the mean of the rest is below max_m2.
+    - `mask`: l = -keep·A·r; the tokens of largest (log r)² are left out until the mean of the rest is below max_m2,
+      or a single one is left.
     - `outward_mask`: the same among the tokens that move outwards alone (A > 0, r > 1 or A < 0, r < 1).
     - `clip`: PPO with bounds exp(±x), x just below the largest abs(log r) for which M2 of the outward tokens, held at
       it, is within max_m2; the bounds are never narrower than 1 - floor_low and 1 + floor_high.
@@ -67,12 +68,12 @@ def bapo(
 
 
 def _to_drop(squares: Tensor, *, max_m2: float) -> Tensor:
-    """Which of `squares`, the largest first, go until the mean of the rest is below `max_m2`."""
+    """Which of `squares`, the largest first, go until the mean of the rest is below `max_m2`; never the last."""
     ordered, order = torch.sort(squares, descending=True, stable=True)
     rest = ordered.flip(0).cumsum(0).flip(0)  # summed from the smallest up: no cancellation
     means = rest / torch.arange(len(ordered), 0, -1, device=squares.device)
     within = torch.nonzero(means < max_m2).flatten()
-    num_dropped = int(within[0]) if len(within) else len(ordered)
+    num_dropped = int(within[0]) if len(within) else max(0, len(ordered) - 1)
     return order[:num_dropped]
 
 
@@ -88,7 +89,9 @@ def _reach(squares: Tensor, *, max_m2: float) -> float:
     num_from = torch.arange(len(ordered), 0, -1, device=squares.device)
     held = (below + ordered * num_from) / len(ordered)
     within = ordered[held <= max_m2]
-    return float((within[-1] - _INSIDE).clamp(min=0.0).sqrt()) if len(within) else 0.0
+    if not len(within):
+        return 0.0
+    return max(0.0, float(within[-1].sqrt()) - _ROUNDING * torch.finfo(squares.dtype).eps)
 
 
 def _ladder(lows: Sequence[float], highs: Sequence[float]) -> list[tuple[float, float]]:

@@ -1,8 +1,8 @@
 """How the losses of tokens are added up."""
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
+from driftgym.trainer.batch_shape import BatchShape
 from driftgym.trainer.objective_config import Normalisation
 
 
@@ -10,8 +10,9 @@ def token_weights(
     num_tokens: Sequence[int],
     *,
     normalisation: Normalisation,
-    groups: Sequence[Hashable] = (),
+    groups: Sequence[Hashable | None] = (),
     fixed_num_tokens: int | None = None,
+    batch: BatchShape | None = None,
 ) -> list[float]:
     """The weight w of each token of each sequence, so that the loss of the batch is Σ w·l.
 
@@ -23,38 +24,35 @@ def token_weights(
     - `prompt`: 1 / (P·m). Every prompt counts the same, and within it every token (ScaleRL arXiv:2510.13786).
     - `fixed`: 1 / (B·fixed_num_tokens). No sequence's length enters (Dr. GRPO arXiv:2503.20783).
 
-    Made from the whole batch before any token is left out: a split into micro-batches or ranks, and what lag rules and
-    objectives mask, never change what a token counts.
+    Made from the whole batch before any token is left out: a split into micro-batches, calls or ranks, and what lag
+    rules and objectives mask, never change what a token counts.
 
     Args:
-        num_tokens: n of each sequence of the whole batch.
+        num_tokens: n of each sequence.
         normalisation: one of the above.
-        groups: for `prompt`: the group of each sequence.
+        groups: for `prompt`: the group of each sequence; None: it is one of its own.
         fixed_num_tokens: for `fixed` alone.
+        batch: the whole batch, where these sequences are a part of it; None: they are all of it.
 
     Raises:
         ValueError: `groups` or `fixed_num_tokens` is missing.
     """
-    num_sequences = sum(num > 0 for num in num_tokens)
-    total = sum(num_tokens)
-    if not total:
+    if normalisation == "prompt" and len(groups) != len(num_tokens):
+        raise ValueError(f"token_weights: {len(num_tokens)} sequences, but the groups of {len(groups)}")
+    if normalisation == "fixed" and fixed_num_tokens is None:
+        raise ValueError("token_weights: normalisation `fixed` needs fixed_num_tokens")
+    batch = batch or BatchShape.of_lengths(num_tokens, groups=groups)
+    if not batch.num_tokens:
         return [0.0] * len(num_tokens)
     if normalisation == "token":
-        return [1.0 / total] * len(num_tokens)
+        return [1.0 / batch.num_tokens] * len(num_tokens)
     if normalisation == "sequence":
-        return [1.0 / (num_sequences * num) if num else 0.0 for num in num_tokens]
+        return [1.0 / (batch.num_sequences * num) if num else 0.0 for num in num_tokens]
     if normalisation == "prompt":
-        return _by_prompt(num_tokens, groups)
-    if fixed_num_tokens is None:
-        raise ValueError("token_weights: normalisation `fixed` needs fixed_num_tokens")
-    return [1.0 / (num_sequences * fixed_num_tokens)] * len(num_tokens)
-
-
-def _by_prompt(num_tokens: Sequence[int], groups: Sequence[Hashable]) -> list[float]:
-    if len(groups) != len(num_tokens):
-        raise ValueError(f"token_weights: {len(num_tokens)} sequences, but the groups of {len(groups)}")
-    totals: Counter[Hashable] = Counter()
-    for group, num in zip(groups, num_tokens, strict=True):
-        totals[group] += num
-    num_prompts = sum(total > 0 for total in totals.values())
-    return [1.0 / (num_prompts * totals[group]) if totals[group] else 0.0 for group in groups]
+        totals = [
+            num if group is None else batch.tokens_by_group[group]
+            for group, num in zip(groups, num_tokens, strict=True)
+        ]
+        return [1.0 / (batch.num_prompts * total) if total else 0.0 for total in totals]
+    assert fixed_num_tokens is not None
+    return [1.0 / (batch.num_sequences * fixed_num_tokens)] * len(num_tokens)

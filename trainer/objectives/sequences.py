@@ -7,9 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from driftgym.trainer.objectives.tokens import MAX_LOG_RATIO, TokenBatch, TokenLosses, by_sign, losses_of
-
-_LEAST = 1e-30  # a probability that is 0 in float32 would leave 0 / 0
+from driftgym.trainer.objectives.tokens import (
+    MAX_LOG_RATIO,
+    TokenBatch,
+    TokenLosses,
+    bounded_exp,
+    by_sign,
+    losses_of,
+)
 
 
 def gspo(tokens: TokenBatch, *, eps_low: float, eps_high: float) -> TokenLosses:
@@ -44,10 +49,9 @@ def gepo(tokens: TokenBatch, *, eps_low: float, eps_high: float) -> TokenLosses:
     Source: arXiv:2508.17850 (hundreds of seconds of delay). Detached: q, A. Reads whole groups.
     """
     tokens = tokens.masked()
-    p = tokens.means(tokens.logprobs).exp()
-    q = tokens.means(tokens.behaviour_logprobs).exp().clamp(min=_LEAST)
-    expected = tokens.group_means(q.square()) / tokens.group_means(q)
-    return _clipped_sequences(tokens, p / expected, eps_low=eps_low, eps_high=eps_high)
+    log_p, log_q = tokens.means(tokens.logprobs), tokens.means(tokens.behaviour_logprobs)
+    log_expected = tokens.group_log_sums(2.0 * log_q) - tokens.group_log_sums(log_q)
+    return _clipped_sequences(tokens, bounded_exp(log_p - log_expected), eps_low=eps_low, eps_high=eps_high)
 
 
 def vespo(tokens: TokenBatch, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> TokenLosses:
@@ -56,11 +60,11 @@ def vespo(tokens: TokenBatch, *, k_pos: float, lambda_pos: float, k_neg: float, 
     k and λ by the sign of A (A >= 0 takes the first two). Source: arXiv:2602.10693 (64 steps). Detached: φ, mu, A.
     """
     tokens = tokens.masked()
-    log_w = tokens.sums(tokens.log_ratios.detach())
+    log_w = tokens.sums(tokens.log_ratios.detach()).clamp(max=MAX_LOG_RATIO)
     is_positive = _advantages(tokens) >= 0
     k = by_sign(is_positive, k_pos, k_neg, like=log_w)
     lam = by_sign(is_positive, lambda_pos, lambda_neg, like=log_w)
-    phi = (lam + k * log_w - lam * log_w.clamp(max=MAX_LOG_RATIO).exp()).exp()
+    phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return losses_of(tokens, -tokens.per_token(phi) * tokens.advantages * tokens.logprobs)
 
 
@@ -73,7 +77,8 @@ def opmd(tokens: TokenBatch, *, tau: float, form: Literal["token", "sequence", "
     - `token`: l = -A·lp + tau/2·(lp - mu)²; the same, token by token.
     - `residual`: f = (R - tau·log mean exp(R / tau) - tau·S)², the mean over the group. (Section 2.3.2 there.)
 
-    Detached: mu, R, A and the group's terms. Reads whole groups. Published for the lag of partial rollouts.
+    Detached: mu, R, A and the group's terms. Reads whole groups: those terms are of every row, trained or not.
+    Published for the lag of partial rollouts.
     """
     tokens = tokens.masked()
     if form == "token":
@@ -81,11 +86,11 @@ def opmd(tokens: TokenBatch, *, tau: float, form: Literal["token", "sequence", "
         return losses_of(tokens, -tokens.advantages * tokens.logprobs + pull)
     drift = tokens.sums(tokens.log_ratios)
     if form == "sequence":
-        gain = tokens.rewards - tokens.group_means(tokens.rewards)
+        gain = tokens.rewards - tokens.group_means(tokens.rewards, of_all=True)
         return _of_sequences(tokens, -gain * tokens.sums(tokens.logprobs) + tau / 2.0 * drift.square())
     scaled = tokens.rewards / tau
-    top = scaled.max()
-    log_z = tokens.group_means((scaled - top).exp()).log() + top
+    log_sizes = tokens.group_log_sums(torch.zeros_like(scaled), of_all=True)
+    log_z = tokens.group_log_sums(scaled, of_all=True) - log_sizes
     return _of_sequences(tokens, (tokens.rewards - tau * log_z - tau * drift).square())
 
 
@@ -108,7 +113,7 @@ def tba(tokens: TokenBatch, *, tau: float) -> TokenLosses:
 
 
 def _geometric(tokens: TokenBatch, log_ratios: Tensor) -> Tensor:
-    return tokens.means(log_ratios).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded_exp(tokens.means(log_ratios))
 
 
 def _advantages(tokens: TokenBatch) -> Tensor:

@@ -117,13 +117,31 @@ class TokenBatch:
         """[N] for each trained token the value of its sequence, of [S] `values`; 0 outside the mask."""
         return torch.where(self.mask, values[self.sequences], values.new_zeros(()))
 
-    def group_means(self, values: Tensor) -> Tensor:
-        """[S] for each sequence the mean of [S] `values` over those of its group that have a trained token."""
+    def group_means(self, values: Tensor, *, of_all: bool = False) -> Tensor:
+        """[S] for each sequence the mean of [S] `values` over those of its group that have a trained token.
+
+        `of_all`: over all of its group, as baselines are made: they use every reward, masked or not.
+        """
         numbers, index = torch.unique(self.groups, return_inverse=True)
-        counted = (self.sums(torch.ones_like(self.logprobs)) > 0).to(values.dtype)
+        counted = self._counted(of_all=of_all).to(values.dtype)
         totals = values.new_zeros(len(numbers)).index_add(0, index, values * counted)
         counts = values.new_zeros(len(numbers)).index_add(0, index, counted)
         return (totals / counts.clamp(min=1.0))[index]
+
+    def group_log_sums(self, values: Tensor, *, of_all: bool = False) -> Tensor:
+        """[S] the logarithm of the sum of exp of [S] `values`, over the same sequences; 0 over none. No gradient."""
+        numbers, index = torch.unique(self.groups, return_inverse=True)
+        counted = torch.where(self._counted(of_all=of_all), values.detach(), -torch.inf)
+        tops = values.new_full((len(numbers),), -torch.inf).scatter_reduce(0, index, counted, "amax")
+        tops = torch.where(tops.isfinite(), tops, 0.0)
+        totals = values.new_zeros(len(numbers)).index_add(0, index, (counted - tops[index]).exp())
+        return (torch.where(totals > 0, totals, 1.0).log() + tops)[index]
+
+    def _counted(self, *, of_all: bool) -> Tensor:
+        """[S] bool: the sequences that have a trained token, or all."""
+        if of_all:
+            return torch.ones_like(self.groups, dtype=torch.bool)
+        return self.sums(torch.ones_like(self.logprobs)) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,7 +158,8 @@ class TokenLosses:
     clipped: Tensor
     """[N] bool: tokens whose gradient a clip took away, or whose weight was cut to a cap."""
     left_out: Tensor
-    """[N] bool: tokens that a mask left out: no loss, no gradient, and still counted in the denominator."""
+    """[N] bool: tokens that a mask left out: the objective's own term is 0 there, and they still count in the
+    denominator. A pull (`dppo_tv`, `ipo`, a KL term) stands for them too."""
 
 
 def losses_of(

@@ -65,15 +65,16 @@ def draw_tokens(
     device = logits_nV.device
     is_greedy = temperatures == 0.0
     any_is_greedy = bool(is_greedy.any())
-    scaled = logits_nV.float()
+    shifted = logits_nV.float()
+    # Before the division, which may then take a logit to -inf at most: the likeliest stays at 0.
+    shifted = shifted - shifted.amax(dim=-1, keepdim=True)
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(is_greedy, np.float32(1.0), temperatures)).to(device)
-        scaled = scaled / divisors[:, None]
+        shifted = shifted / divisors[:, None]
     if (top_ps < 1.0).any():
         nucleus = (top_ps < 1.0) & ~is_greedy
         limits = torch.from_numpy(np.where(nucleus, top_ps, np.float32(2.0))).to(device)
-        scaled = _within_nucleus(scaled, limits)
-    shifted = scaled - scaled.amax(dim=-1, keepdim=True)
+        shifted = _within_nucleus(shifted, limits)
     cumulative = shifted.exp().cumsum(dim=-1, dtype=torch.float64)  # float64, since V terms are summed
     mass = cumulative[:, -1:]
     targets = torch.from_numpy(draws * _BELOW_ONE).to(device)[:, None] * mass
@@ -81,7 +82,7 @@ def draw_tokens(
     token_ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=shifted.shape[-1] - 1)
     if any_is_greedy:
         greedy = torch.from_numpy(is_greedy).to(device)[:, None]
-        token_ids = torch.where(greedy, scaled.argmax(dim=-1, keepdim=True), token_ids)
+        token_ids = torch.where(greedy, shifted.argmax(dim=-1, keepdim=True), token_ids)
     chosen = shifted.gather(-1, token_ids) - mass.log()
     # One copy to the host: float64 holds token ids exactly.
     both = torch.cat([token_ids, chosen], dim=-1).cpu().numpy()

@@ -4,12 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.advantages import batch_advantages, group_advantages, has_variance
+from driftgym.types import MAX_REWARD
 
 GROUP_METHODS = ("group_mean", "leave_one_out", "group_normalised", "max_rl")
 METHODS = (*GROUP_METHODS, "batch_normalised")
@@ -111,7 +113,15 @@ def test_a_mean_that_cannot_be_divided_by_is_refused():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(method, reward):
-    with pytest.raises(ValueError, match="not finite"):
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -1.7e308, 1e39])
+def test_a_reward_that_is_not_finite_or_too_large_is_refused(method, reward):
+    with pytest.raises(ValueError, match="not finite, or too large"):
         batch_advantages([[1.0, reward]], method=method)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "max_rl"])
+def test_the_largest_rewards_and_returns_have_advantages_in_float32(method):
+    for largest in (MAX_REWARD, 1e6 * MAX_REWARD):
+        values = np.float32(batch_advantages([[largest, -largest], [largest, largest, 0.0]], method=method)[0])
+        assert np.isfinite(values).all()
+        assert values[0] == -values[1] > 0

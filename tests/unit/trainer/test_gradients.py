@@ -92,6 +92,7 @@ def test_any_split_and_any_order(models: tuple[Any, Any], segments: list[Segment
     assert whole[1]
     for max_tokens in (1, 40):
         split = run(models, rows, loss, max_tokens=max_tokens)
+        assert split[0].num_micro_batches > 2
         check_same(whole, split)
     check_same(whole, run(models, rows[::-1], loss, max_tokens=40))
 
@@ -103,6 +104,21 @@ def test_any_split_for_every_normalisation(
     loss = LossSpec(objective=ObjectiveConfig(name="m2po"))
     rows = rows_of(segments, normalisation)
     check_same(run(models, rows, loss, max_tokens=10_000), run(models, rows, loss, max_tokens=1))
+
+
+def test_a_row_that_is_masked_as_a_whole_still_counts_in_the_baseline(
+    models: tuple[Any, Any], segments: list[Segment]
+) -> None:
+    """The failure beside it is pushed down for what its sibling got, whether that is trained or not."""
+    success, failure = segments[:2]
+    masked = dataclasses.replace(success, train_mask=success.loss_mask & False)
+    loss = LossSpec(objective=ObjectiveConfig(name="opmd", tau=1e-9))
+    for max_tokens in (1, 10_000):
+        report, _ = run(models, rows_of([masked, failure], "sequence"), loss, max_tokens=max_tokens)
+        assert report.record is not None
+        num_trained = int(failure.train_mask.sum())
+        share = num_trained / int(failure.loss_mask.sum())
+        assert report.loss == pytest.approx(0.5 * float(report.record.logprobs.sum()) * share / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

@@ -119,6 +119,25 @@ def test_skipped_steps_leave_the_optimizer_as_it_was(learner_spec, segments, tmp
     assert _same(_published(plain, tmp_path / "a"), _published(skipping, tmp_path / "b"))
 
 
+def test_a_step_of_which_everything_is_left_out_moves_nothing(learner_spec, segments, tmp_path):
+    """Not even by the momentum of the steps before, or by weight decay."""
+    learner = Learner(learner_spec(optimizer={"learning_rate": 1e-2, "weight_decay": 0.1}))
+    learner.train_step(segments)
+    weights = _published(learner, tmp_path)
+    stale = [
+        dataclasses.replace(
+            s,
+            behaviour_logprobs=np.where(s.loss_mask, -1e-3, 0.0),
+            advantages=np.where(s.loss_mask, -1.0, 0.0),
+        )
+        for s in segments
+    ]
+    report = learner.train_step(stale)
+    assert report.metrics["mask_fraction"] == 1.0
+    assert report.metrics["update_skipped"] == 1.0
+    assert _same(weights, _published(learner, tmp_path))
+
+
 def test_what_stands_on_tool_tokens_does_not_touch_the_step(learner_spec, segments, tmp_path):
     learners = [Learner(learner_spec(objective={"name": name})) for name in ("ppo", "ppo")]
     shifted = [

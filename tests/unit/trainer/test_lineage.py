@@ -11,7 +11,7 @@ from driftgym.errors import ConfigError, TrainingError
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.lineage import learner_part, lock_run, take_up, write_checkpoint
 from driftgym.trainer.scripted import NumberedTasks, ScriptedEngines, ScriptedRollouts, ScriptedTrainingClient
-from driftgym.trainer.staleness import LagHistogram, LagRule
+@@from driftgym.trainer.staleness import LagHistogram, LagRule
 
 RULE = LagRule(max_lag=2, groups_per_step=1, on_lag="wait")
 
@@ -42,7 +42,7 @@ async def steps(run_dir: Path, journal: Journal, num: int) -> ScriptedTrainingCl
     client = ScriptedTrainingClient()
     for step in range(1, num + 1):
         consume(journal, step, await play(journal, step - 1, version=step - 1))
-        await client.train_step([])
+        await train_step(client, [])
         await write_checkpoint(run_dir, client, journal, policy_version=step)
     return client
 

@@ -355,7 +355,14 @@ def test_the_worked_example() -> None:
         "cispo [0.8,1.28] A=-1": ("cispo", -1.0, HIGHER),
         "icepop [0.5,5] A=+1": ("icepop", 1.0, {}),
         "dppo tv 0.2 A=+1": ("dppo_tv", 1.0, {"tau": 0.0}),
+        "prime_rl default kl_tau=1e-3 A=+1": ("dppo_tv", 1.0, {}),
+        "topr R>0": ("topr", 1.0, {}),
+        "topr R<=0, A=-1": ("topr", -1.0, {}),
+        "sapo tau=1 A=+1": ("sapo", 1.0, {}),
+        "kimi15 tau=0.1 A=+1": ("opmd", 1.0, {"form": "token"}),
     }
+    apart = {"m2po tau=0.04 single token", "a3po v_theta=5 (d=2, alpha=0.5)"}
+    assert cases.keys() | apart == expected["per_objective"].keys()
     for label, (name, advantage, numbers) in cases.items():
         wanted = expected["per_objective"][label]
         tokens = one(advantage)
@@ -364,6 +371,11 @@ def test_the_worked_example() -> None:
         assert float(gradient) == pytest.approx(wanted["grad"], abs=1e-12), label
         if "loss" in wanted:
             assert float(losses.detach()) == pytest.approx(wanted["loss"], abs=1e-12), label
+    for form in ("mask", "outward_mask"):
+        kept = not run("m2po", one(1.0), form=form).left_out.any()
+        assert kept == expected["per_objective"]["m2po tau=0.04 single token"]["kept"]
+    interpolated = run("decoupled_ppo", one(1.0), proximal="interpolated", **EPS, cap=None).losses
+    assert float(interpolated.detach()) == pytest.approx(-1.3, abs=1e-12)
 
 
 def test_every_vector_is_tried() -> None:

@@ -1,17 +1,20 @@
 """What holds for every objective: masks, extreme ratios, bounds; and mistakes that public code has made."""
 
+import dataclasses
 import math
 from typing import Any
 
 import pydantic
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftgym.trainer.learner_config import LearnerConfig
 from driftgym.trainer.objective_config import OBJECTIVE_NUMBERS, KlConfig, ObjectiveConfig
 from driftgym.trainer.objectives import OBJECTIVES, LossSpec, TokenBatch, TokenLosses, drift_metrics, token_weights
+from driftgym.trainer.objectives.kl import kl_returns
 
 NAMES = sorted(OBJECTIVES)
 every_objective = pytest.mark.parametrize("name", NAMES)
@@ -152,6 +155,72 @@ def test_the_effective_sample_size_can_fall() -> None:
     assert metrics["ess_sequence"] == pytest.approx(1 / 8, rel=0.01)
 
 
+def test_the_effective_sample_size_of_long_sequences_can_fall() -> None:
+    """Products of e^-400 and of e^-900: one of the two carries all, though both are beyond any bound for exp."""
+    logprobs = torch.tensor([[-1.4], [-1.9]]).expand(2, 1000)
+    metrics = drift_metrics(batch(logprobs, torch.full((2, 1000), -1.0)))
+    assert metrics["ess_sequence"] == pytest.approx(0.5)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 101])
+def test_percentiles_interpolate_linearly(num_tokens: int) -> None:
+    log_ratios = torch.randn(1, num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(num_tokens))
+    metrics = drift_metrics(batch(log_ratios, torch.zeros(1, num_tokens, dtype=torch.float64)))
+    for name, share in (("ratio_p50", 0.5), ("ratio_p99", 0.99)):
+        assert metrics[name] == pytest.approx(float(torch.quantile(log_ratios.exp(), share)))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("logprob", [-60.0, -500.0])
+def test_gepo_of_groups_that_were_all_but_impossible(advantage: float, logprob: float) -> None:
+    logprobs = torch.tensor([[-1.0], [-2.0]], requires_grad=True)
+    tokens = batch(logprobs, torch.tensor([[logprob], [logprob - 1.0]]), advantages=advantage)
+    result = spec("gepo").losses(tokens)
+    assert result.losses.isfinite().all()
+    assert gradient(result, tokens).isfinite().all()
+
+
+def test_rewards_of_one_group_do_not_drown_those_of_another() -> None:
+    same = torch.full((4, 1), -1.0, dtype=torch.float64)
+    tokens = batch(same, same, advantages=0.0)
+    tokens = dataclasses.replace(tokens, rewards=torch.tensor([0.0, 0.0, 2000.0, 0.0], dtype=torch.float64))
+    losses = spec("opmd", form="residual").losses(tokens).losses
+    # Both of the first group got what was expected; of the second, log mean exp is that of its best, less log 2.
+    assert losses.tolist() == pytest.approx([0.0, 0.0, (0.1 * math.log(2.0)) ** 2, (2000.0 - 0.1 * math.log(2)) ** 2])
+
+
+def test_the_baseline_of_opmd_is_of_masked_rows_too() -> None:
+    logprobs = torch.full((2, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[False, False], [True, True]])
+    tokens = batch(logprobs, logprobs.detach(), mask=mask)
+    assert gradient(spec("opmd").losses(tokens), tokens).tolist() == [0.0, 0.0, 1.0, 1.0]  # 0.5 for each token's loss
+    residual = spec("opmd", form="residual", tau=1.0).losses(tokens).losses[2:]
+    assert residual.tolist() == pytest.approx([math.log((math.e + 1.0) / 2.0) ** 2] * 2)
+
+
+def test_vespo_of_a_token_that_its_writer_could_not_have_written() -> None:
+    tokens = batch(torch.tensor([[-1.0]], requires_grad=True), torch.tensor([[-math.inf]]))
+    assert spec("vespo").losses(tokens).losses.tolist() == [0.0]
+
+
+def test_topr_tapers_a_failure_by_the_product_of_its_ratios() -> None:
+    logprobs = torch.tensor([[-1.5, -1.2], [-1.5, -1.2]], dtype=torch.float64, requires_grad=True)
+    behaviour = torch.full((2, 2), -1.0, dtype=torch.float64)
+    tokens = batch(logprobs, behaviour, advantages=torch.tensor([[1.0], [-1.0]], dtype=torch.float64))
+    slopes = gradient(spec("topr").losses(tokens), tokens)
+    assert slopes.tolist() == pytest.approx([-1.0, -1.0, math.exp(-0.7), math.exp(-0.7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_token_that_gives_the_bound_of_m2po_is_clipped(dtype: torch.dtype) -> None:
+    for reach in torch.linspace(0.01, 0.19, 50).tolist():
+        logprobs = torch.tensor([[-1.0 + reach]], dtype=dtype, requires_grad=True)
+        tokens = batch(logprobs, torch.tensor([[-1.0]], dtype=dtype))
+        result = spec("m2po", form="clip", floor_low=0.0, floor_high=0.0).losses(tokens)
+        assert result.clipped.all()
+
+
 def failures(drift: float, *, num_tokens: int) -> TokenBatch:
     """A success and a failure of which the policy moved away by `drift` nats a token."""
     behaviour = torch.full((2, num_tokens), -1.0, dtype=torch.float64)
@@ -192,6 +261,14 @@ def test_a_kl_term_moves_tokens_without_an_advantage() -> None:
     pulled = LossSpec(objective=ObjectiveConfig(name="reinforce"), kl=KlConfig(coef=0.5))
     assert pulled.moves_without_advantage
     assert gradient(pulled.losses(tokens), tokens).tolist() == pytest.approx([0.25, -0.25])
+
+
+def test_a_kl_term_in_the_reward_is_the_same_whatever_stands_before() -> None:
+    logprobs = -torch.rand(300, 300, generator=torch.Generator().manual_seed(0))
+    alone = batch(logprobs[-1:], logprobs[-1:])
+    after = dataclasses.replace(batch(logprobs, logprobs), reference_logprobs=2.0 * logprobs.reshape(-1))
+    alone = dataclasses.replace(alone, reference_logprobs=2.0 * alone.logprobs)
+    torch.testing.assert_close(kl_returns(after, coef=1.0)[-300:], kl_returns(alone, coef=1.0), rtol=1e-6, atol=1e-6)
 
 
 def test_a_missing_reference_is_named() -> None:
@@ -244,6 +321,14 @@ def test_weights_need_what_they_are_made_of() -> None:
         ({"name": "tis", "cap": "two"}, "cap must be a number of at least 0"),
         ({"name": "tis", "cap": None}, "cap must be a number of at least 0"),
         ({"name": "tis", "cap": float("nan")}, "cap must be a number of at least 0"),
+        ({"name": "tis", "cap": 0}, "cap must be above 0"),
+        ({"name": "tis", "cap": 1e300}, "cap must be a number of at least 0"),
+        ({"name": "tis", "cap": 10**400}, "cap must be a number of at least 0"),
+        ({"name": "sapo", "tau_neg": 0.0}, "tau_neg must be above 0"),
+        ({"name": "tba", "tau": 0.0}, "tau must be above 0"),
+        ({"name": "opmd", "tau": 0.0}, "tau must be above 0"),
+        ({"name": "mis", "low": 3.0}, "low must not be above high, got 3.0 and 2.0"),
+        ({"name": "robust", "cap": 0.1}, "low must not be above cap, got 0.5 and 0.1"),
         ({"name": "grpo"}, "Input should be 'robust'"),
         ({"name": ["ppo"]}, "Input should be 'robust'"),
     ],
@@ -251,6 +336,17 @@ def test_weights_need_what_they_are_made_of() -> None:
 def test_bad_numbers_are_named(data: dict[str, Any], message: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=message):
         ObjectiveConfig.model_validate(data)
+
+
+def test_numbers_are_read_as_yaml_gives_them() -> None:
+    written = yaml.safe_load("{name: gspo, eps_low: 3e-4, eps_high: 1}")
+    assert ObjectiveConfig.model_validate(written).numbers == {"eps_low": 3e-4, "eps_high": 1.0}
+
+
+@pytest.mark.parametrize("decay_steps", [5, 10])
+def test_a_learning_rate_that_falls_before_it_rose_is_refused(decay_steps: int) -> None:
+    with pytest.raises(pydantic.ValidationError, match="decay_steps must be above warmup_steps"):
+        LearnerConfig.model_validate({"optimizer": {"warmup_steps": 10, "decay_steps": decay_steps}})
 
 
 @every_objective

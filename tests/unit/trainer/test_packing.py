@@ -46,7 +46,7 @@ _WITHOUT = {
 def _loaded(folder, config, **options):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    return load_model(ModelConfig(path="m", init="random", **options), folder, seed=1, device=_CPU).eval()
+    return load_model(ModelConfig(path="m", init="random", **options), folder, seed=1, device=_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +192,15 @@ def test_families_take_packed_rows(tmp_path, family):
     rows = [*_group(1, members=5, num_prompt=11, num_answer=6), *_group(2, members=2, num_prompt=3, num_answer=14)]
     _assert_same(model, rows, atol=1e-5, gradient_atol=1e-5)
     _assert_same(model.double(), rows, gradient_atol=1e-10 if family == "gpt2" else 1e-6)
+
+
+def test_dropout_is_off(tmp_path):
+    """GPT-2 has one of 0.1 in its training mode; generators sample without."""
+    model = _loaded(tmp_path, _FAMILIES["gpt2"])
+    batch = micro_batch(_group(1, members=4, num_prompt=11, num_answer=6), policy_version=0, device=_CPU)
+    with torch.no_grad():
+        first, again = (score_tokens(model, batch, temperature=1.0).logprobs for _ in range(2))
+    assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral, short window"])

@@ -203,6 +203,7 @@ async def test_solved_tasks_are_not_played_again_and_the_supply_ends_with_the_la
             taken += [group.task.seed for group in batch.groups]
             the_rig.engines.version = type(the_rig.engines.version)(incarnation=1, policy_version=version)
             the_rig.buffer.notify()
+        assert not batch.groups, "all are solved, and nothing is left to take"
         assert taken[:3] == [0, 1, 2]
         assert set(taken[3:]) == {2}
         assert len(taken) >= 6

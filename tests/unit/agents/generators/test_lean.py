@@ -6,6 +6,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from driftgym.agents.generators.embedded.lean import LeanRefusedError, lean_decoder
 from driftgym.agents.generators.embedded.model import ModelRunner
@@ -97,6 +98,29 @@ def test_long_prompts(model_of):
     longer = [np.append(sequence, 3) for sequence in sequences]
     for found, sequence in zip(read(runner, slice(0, 2), longer, [350, 200]), longer, strict=True):
         torch.testing.assert_close(found, expected(model, sequence)[-1:], atol=1e-4, rtol=0)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Within the block, how many numbers the largest tensor has that an operation gives."""
+
+    num_numbers = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.num_numbers = max(self.num_numbers, found.numel())
+        return found
+
+
+def test_a_long_prompt_has_one_mask_for_all_heads(model_of):
+    model = model_of("llama", num_attention_heads=4, num_key_value_heads=1)
+    runner = ModelRunner(model, num_slots=1, max_context_tokens=400)
+    assert runner.is_lean
+    (sequence,) = random_sequences([400], seed=0)
+    with LargestTensor() as largest:
+        (found,) = read(runner, slice(0, 1), [sequence], [0], num_logits=1)
+    torch.testing.assert_close(found, expected(model, sequence)[-1:], atol=1e-4, rtol=0)
+    assert largest.num_numbers == 400 * 400
 
 
 @pytest.mark.parametrize("groups", [(4, 4), (4, 1)])

@@ -66,6 +66,14 @@ def test_logits_that_are_not_finite_are_seen_in_the_logprob():
     assert np.isfinite(drawn.logprobs[1])
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize(("largest", "temperature"), [(2.0, 1e-45), (3e38, 0.5), (-3e38, 1e-3)])
+def test_no_logit_overflows_by_the_temperature(largest, temperature, top_p):
+    drawn = draw([[-np.inf, largest, largest - abs(largest) / 2]] * 3, temperature=temperature, top_p=top_p)
+    assert drawn.token_ids.tolist() == [1, 1, 1]
+    assert drawn.logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_uniforms_depend_on_seed_and_count_alone():
     seeds = np.array([1, 1, 2, 2**64 - 1], np.uint64)
     counts = np.array([0, 1, 0, 5], np.int32)
