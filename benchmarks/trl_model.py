@@ -93,12 +93,12 @@ def constant_stretches(folder: Path) -> list[str]:
 
 def make_base(folder: Path, *, num_steps: int, seed: int = 0) -> Path:
     """The folder of the weights that both sides begin with, under `folder`. Takes about a minute for 300 steps."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     make_model(folder / "model")
     spec = LearnerSpec(
         model=ModelConfig(path=str(folder / "model"), init="random"),
         model_folder=folder / "model",
-        config=LearnerConfig.model_validate({"micro_batch_tokens": 16384, "num_threads": 2}),
+        config=LearnerConfig.model_validate({"micro_batch_tokens": 16384, "num_threads": 1}),
         warmup=WarmupConfig(num_steps=num_steps, batch_size=32),
         seed=seed,
         temperature=1.0,

@@ -129,15 +129,6 @@ class Journal:
         ((self._incarnation,),) = self._db.execute("SELECT value FROM meta WHERE key = 'incarnation'")
         return self._incarnation
 
-    def settled(self, name: str, value: int) -> int:
-        """What `name` was in the first life of the run, where it must not change; settled as `value` if by none yet."""
-        with self._transaction():
-            self._db.execute(
-                "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (_SETTLED_KEY + name, value)
-            )
-        ((settled,),) = self._db.execute("SELECT value FROM meta WHERE key = ?", (_SETTLED_KEY + name,))
-        return int(settled)
-
     def issue(self, *, group_id: str, task_index: int, group_size: int, min_policy_version: int) -> None:
         """A group starts; one that was issued before and did not finish starts again, whole."""
         with self._transaction():
@@ -343,6 +334,15 @@ class Journal:
             if isinstance(error, sqlite3.Error):
                 raise TrainingError(f"the journal cannot be written: {error}") from None
             raise
+
+
+def settled(journal: Journal, name: str, value: int) -> int:
+    """What `name` was in the first life of the run, where it must not change; settled as `value` if by none yet."""
+    key, db = _SETTLED_KEY + name, journal._db
+    with journal._transaction():
+        db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (key, value))
+        ((kept,),) = db.execute("SELECT value FROM meta WHERE key = ?", (key,))
+    return int(kept)
 
 
 def _read_counts(db: sqlite3.Connection) -> Counts:

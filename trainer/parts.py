@@ -32,6 +32,7 @@ from driftgym.trainer.loop import Parts
 from driftgym.trainer.models import resolve_model
 from driftgym.trainer.producer import PlayGroup
 from driftgym.trainer.run_config import RunConfig
+from driftgym.trainer.sampling_client import SamplingClient
 from driftgym.trainer.segments import segments_of
 from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
 from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightKind, WeightUpdate
@@ -102,7 +103,41 @@ async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: C
     return Prepared(model_folder=model_folder, renderer=renderer, sandboxes=sandboxes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """What plays episodes and trains on them, started and at the same policy version.
+
+    >>> Compute.__slots__[:3]
+    ('client', 'engines', 'sampling')
+    """
+
+    client: ProcessTrainingClient
+    """The learner."""
+    engines: GeneratorPool
+    """The generators."""
+    sampling: SamplingClient
+    """Asks them beside any episode."""
+    agent: ToolAgent
+    """Plays with them."""
+    slots: EnvSlots
+    """Environments to play in, `RunConfig.num_slots` at once."""
+    tasks: SeededTasks
+    """What is played."""
+
+
 async def start_parts(prepared: Prepared, request: StartRequest, stack: contextlib.AsyncExitStack) -> Parts:
+    """What `Trainer` wires: see `start_compute`."""
+    compute = await start_compute(prepared, request, stack)
+    return Parts(
+        client=compute.client,
+        engines=compute.engines,
+        play=group_player(request.config, compute.agent, compute.slots, say=request.say),
+        tasks=compute.tasks,
+        keep_kv=request.config.generator.keep_kv,
+    )
+
+
+async def start_compute(prepared: Prepared, request: StartRequest, stack: contextlib.AsyncExitStack) -> Compute:
     """Starts learner and generators; what was started is closed by `stack`, the last first.
 
     Raises:
@@ -120,10 +155,14 @@ async def start_parts(prepared: Prepared, request: StartRequest, stack: contextl
     update = await client.publish(request.run_dir / "weights")
     say("starting the generator")
     engines = await _start_engines(request, update, closer, probe_id=prepared.renderer.stop_token_ids[0])
-    agent = ToolAgent(engines, prepared.renderer, config.agent)
-    tasks = SeededTasks(env_id=config.env.id, seed=config.seed)
-    play = group_player(config, agent, slots, say=say)
-    return Parts(client=client, engines=engines, play=play, tasks=tasks, keep_kv=config.generator.keep_kv)
+    return Compute(
+        client=client,
+        engines=engines,
+        sampling=SamplingClient(engines, renderer=prepared.renderer, limits=config.limits),
+        agent=ToolAgent(engines, prepared.renderer, config.agent),
+        slots=slots,
+        tasks=SeededTasks(env_id=config.env.id, seed=config.seed),
+    )
 
 
 def group_player(config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Callable[[str], None]) -> PlayGroup:

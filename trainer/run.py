@@ -12,7 +12,7 @@ from typing import Any
 
 from driftgym.errors import ConfigError, TrainingError
 from driftgym.metrics import ConsoleSink, JsonlWriter, Metrics, Sink, WandbSink
-from driftgym.trainer.journal import Journal
+from driftgym.trainer.journal import Journal, settled
 from driftgym.trainer.lineage import lock_run, take_up
 from driftgym.trainer.loop import Parts, Trainer
 from driftgym.trainer.parts import StartRequest, prepare, start_parts
@@ -160,7 +160,7 @@ class _Life:
 def _check_tasks(config: RunConfig, journal: Journal) -> None:
     """Raises ConfigError when the groups that were played so far would be of other tasks."""
     given = config.trainer.num_tasks
-    begun = journal.settled("num_tasks", given or 0) or None
+    begun = settled(journal, "num_tasks", given or 0) or None
     if begun != given:
         raise ConfigError(
             f"trainer.num_tasks: {given} does not go on with a run that began with {begun}; its groups would be of "

@@ -60,6 +60,7 @@ class ScriptedTrainingClient:
         self._calls = CallOrder()
         self._open: list[Segment] = []
         self._first_cause: str | None = None
+        self._closing = asyncio.Event()
         self.trained: list[tuple[str, ...]] = []
         """The trajectories of each step since the start or the last `load`."""
         self.segments: list[tuple[Segment, ...]] = []
@@ -109,7 +110,7 @@ class ScriptedTrainingClient:
     async def _step(self) -> StepReport:
         try:
             self._check_step("optim_step")
-            await asyncio.sleep(self._step_s(self._version) if callable(self._step_s) else self._step_s)
+            await self._work()
             if self._version + 1 == self._fail_at_step:
                 raise TrainingError("the learner is gone")
         except TrainingError:
@@ -126,6 +127,15 @@ class ScriptedTrainingClient:
             num_lag0_tokens=figures.num_lag0_tokens,
             lag0_ratio_sum=figures.lag0_ratio_sum,
         )
+
+    async def _work(self) -> None:
+        """As long as a step takes, or until it is closed."""
+        try:
+            async with asyncio.timeout(self._step_s(self._version) if callable(self._step_s) else self._step_s):
+                await self._closing.wait()
+        except TimeoutError:
+            return
+        raise TrainingError("the learner is gone: it was closed")
 
     def publish(self, folder: Path, *, is_last: bool = False) -> asyncio.Future[WeightUpdate]:
         """See TrainingClient. Every publication is full."""
@@ -178,6 +188,7 @@ class ScriptedTrainingClient:
     async def close(self) -> None:
         """See TrainingClient."""
         self._calls.stop()
+        self._closing.set()
         await self._calls.settle()
         self.is_closed = True
 
@@ -187,7 +198,8 @@ def _check_finite(segments: Sequence[Segment]) -> None:
     named = [
         s.trajectory_id
         for s in segments
-        if not np.isfinite(s.advantages[s.train_mask]).all() or not np.isfinite(s.behaviour_logprobs[s.train_mask]).all()
+        if not np.isfinite(s.advantages[s.train_mask]).all()
+        or not np.isfinite(s.behaviour_logprobs[s.train_mask]).all()
     ]
     if named:
         raise TrainingError(f"the loss is not finite; the weights are as before. Trajectories: {', '.join(named)}")

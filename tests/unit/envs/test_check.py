@@ -1,5 +1,6 @@
 import pytest
 
+from driftgym.envs.base import Grade
 from driftgym.envs.check import check_tool_env
 from driftgym.envs.tools import ToolSchema
 from driftgym.errors import ConfigError, EnvError
@@ -43,6 +44,17 @@ def test_a_grade_that_fails_for_a_status_is_found(registered, echo_env_type):
             return await super().grade(status)
 
     assert any("no answer, no grade" in finding for finding in _findings(registered, Strict))
+
+
+@pytest.mark.parametrize(
+    "grade", [Grade(reward=float("nan")), Grade(reward=1e39), Grade(reward=1.0, parts={"p": -1e31})]
+)
+def test_a_grade_that_no_episode_may_have_is_found(registered, echo_env_type, grade):
+    class Extreme(echo_env_type):
+        async def grade(self, status):
+            return grade
+
+    assert any("not finite, or above 1e+30" in finding for finding in _findings(registered, Extreme))
 
 
 def test_an_environment_that_raises_is_a_finding_with_the_place(registered, echo_env_type):

@@ -11,7 +11,8 @@ from driftgym.errors import ConfigError, TrainingError
 from driftgym.trainer.journal import Journal
 from driftgym.trainer.lineage import learner_part, lock_run, take_up, write_checkpoint
 from driftgym.trainer.scripted import NumberedTasks, ScriptedEngines, ScriptedRollouts, ScriptedTrainingClient
-@@from driftgym.trainer.staleness import LagHistogram, LagRule
+from driftgym.trainer.staleness import LagHistogram, LagRule
+from driftgym.trainer.training_client import train_step
 
 RULE = LagRule(max_lag=2, groups_per_step=1, on_lag="wait")
 
