@@ -11,6 +11,7 @@ from driftgym.agents.base import Agent
 from driftgym.agents.bounded import EpisodeClock, bounded
 from driftgym.agents.episode import EpisodeId, EpisodeRecord
 from driftgym.agents.few_shot import after_system, worked_examples
+from driftgym.agents.tool_meter import ToolMeter
 from driftgym.config import Config, Limits
 from driftgym.envs.base import ToolEnv
 from driftgym.envs.slots import EnvSlots
@@ -51,6 +52,8 @@ class EpisodeOptions:
     """Their tokens are of this version or later."""
     examples: tuple[Message, ...] = ()
     """Messages shown before the first prompt, after its system message."""
+    tools: ToolMeter = field(default_factory=ToolMeter)
+    """Measures how long environments take to reply."""
     on_started: Callable[[str], None] = field(default=lambda trajectory_id: None)
     """Called with the trajectory id when an episode begins."""
     on_ended: Callable[[Trajectory], None] = field(default=lambda trajectory: None)
@@ -102,7 +105,8 @@ async def _play(
             record.events.update({COMPLETION_CUT: 1, "policy_error": len(turn.action.tool_calls)})
             return TrajectoryStatus.TRUNCATED_TOKENS
         before_s = clock.remaining_s
-        step = await episode.step(env, turn.action, clock, limits=limits) if before_s > 0 else None
+        with options.tools.running():
+            step = await episode.step(env, turn.action, clock, limits=limits) if before_s > 0 else None
         record.add(turn, step, tool_latency_s=before_s - clock.remaining_s)
         if step is None:
             record.events[STEP_CUT] += before_s > 0
@@ -123,6 +127,7 @@ async def run_group(
     limits: Limits,
     config: RolloutConfig,
     min_policy_version: int = 0,
+    tools: ToolMeter | None = None,
     on_started: Callable[[str], None] = lambda trajectory_id: None,
     on_ended: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> TrajectoryGroup:
@@ -141,6 +146,7 @@ async def run_group(
         limits: the deadline of each layer.
         config: how they are played.
         min_policy_version: their tokens are of this version or later.
+        tools: measures how long environments take to reply; may be that of other groups too.
         on_started: called with the trajectory id when an attempt begins.
         on_ended: called with the record of every attempt, failed and cancelled ones too.
     """
@@ -148,6 +154,7 @@ async def run_group(
         limits=limits,
         config=config,
         min_policy_version=min_policy_version,
+        tools=tools or ToolMeter(),
         on_started=on_started,
         on_ended=on_ended,
     )

@@ -35,7 +35,7 @@ def config_of(base: Path, given: argparse.Namespace, *, run_dir: Path) -> RunCon
             "run_dir": str(run_dir),
             "model": {"path": str(base)},
             "env": {"id": ENV_ID, "kwargs": {"latency": given.latency}},
-            "sandbox": {"kind": "process"},
+            "sandbox": {"kind": "process", "pool": {"max_boxes": given.in_flight * settings.GROUP_SIZE}},
             "agent": {
                 "renderer": "template",
                 "max_tokens_per_turn": settings.MAX_TOKENS_PER_TURN,

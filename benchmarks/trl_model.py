@@ -6,10 +6,12 @@ is one token of the tokenizer. What the model writes is in ordinary tokens. A wa
 the form of a call; the oracle takes the right tool in 15 % of the cases.
 """
 
+import argparse
 import asyncio
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,7 +107,9 @@ def make_base(folder: Path, *, num_steps: int, seed: int = 0) -> Path:
         incarnation=1,
     )
     learner = Learner(spec)
-    rows = [s for each in asyncio.run(_demonstrations(folder / "model", seed)) for s in segments_of(each, advantage=0.0)]
+    rows = [
+        s for each in asyncio.run(_demonstrations(folder / "model", seed)) for s in segments_of(each, advantage=0.0)
+    ]
     learner.warm_up(rows)
     return Path(learner.publish(folder / "weights", is_last=True).location)
 
@@ -126,3 +130,18 @@ async def _demonstrations(folder: Path, seed: int) -> Sequence[Trajectory]:
         )
     finally:
         await slots.close()
+
+
+def main() -> int:
+    """Makes the model, and prints the folder of its weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where it goes")
+    parser.add_argument("--steps", type=int, default=300, help="of the warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
+    given = parser.parse_args()
+    print(make_base(given.folder, num_steps=given.steps, seed=given.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

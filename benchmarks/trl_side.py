@@ -20,10 +20,11 @@ import trl_settings as settings
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl_env import ENV_ID, LookupTools, grade
+from trl_env import ENV_ID, TOOL_NAMES, LookupTools, grade, tool_schemas
 
+from driftgym.agents.rendering import make_renderer
 from driftgym.envs.tasks import SeededTasks
-
+from driftgym.types import Message
 
 
 class Watch(TrainerCallback):
@@ -40,6 +41,13 @@ class Watch(TrainerCallback):
         """Notes the step."""
         latest = self.rewards[-settings.GROUPS_PER_STEP * settings.GROUP_SIZE :]
         self.points.append((time.monotonic() - self.started, sum(latest) / len(latest)))
+
+    @property
+    def episodes_per_s(self) -> float:
+        """Of the steps after the first, in which torch and transformers load what they load late; of one, its own."""
+        first_s = self.points[0][0] if len(self.points) > 1 else 0.0
+        num_steps = max(1, len(self.points) - 1)
+        return num_steps * settings.GROUPS_PER_STEP * settings.GROUP_SIZE / (self.points[-1][0] - first_s)
 
     def timed(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """`generate`, whose time is added up."""
@@ -105,10 +113,26 @@ def grpo_config(folder: Path, *, num_steps: int, seed: int, is_continuous: bool)
     )
 
 
+def check_prompt(base: Path, tokenizer: Any) -> None:
+    """Raises RuntimeError where TRL's model would read another prompt than driftgym's."""
+    environment = LookupTools("instant")
+    question = environment.reset(seed=0)
+    methods = [getattr(environment, name) for name in sorted(TOOL_NAMES)]
+    here = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tools=methods, add_generation_prompt=True, return_dict=False
+    )
+    renderer = make_renderer("template", base)
+    there = renderer.first_prompt([Message(role="user", content=question)], tool_schemas())
+    if here != there:
+        raise RuntimeError(f"the prompts differ: {here} and {there}")
+
+
 def train(base: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Trains `given.steps` steps from the weights in `base`."""
     torch.set_num_threads(given.threads)
     watch = Watch()
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    check_prompt(base, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
     name = "generate_batch" if given.continuous else "generate"
     setattr(model, name, watch.timed(getattr(model, name)))
@@ -116,11 +140,9 @@ def train(base: Path, given: argparse.Namespace) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=watch.reward,
-            args=grpo_config(
-                Path(scratch), num_steps=given.steps, seed=given.seed, is_continuous=given.continuous
-            ),
+            args=grpo_config(Path(scratch), num_steps=given.steps, seed=given.seed, is_continuous=given.continuous),
             train_dataset=training_data(num_steps=given.steps, seed=given.seed),
-            processing_class=AutoTokenizer.from_pretrained(str(base)),
+            processing_class=tokenizer,
             callbacks=[watch],
             environment_factory=functools.partial(LookupTools, given.latency),
         )
@@ -130,7 +152,7 @@ def train(base: Path, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_episodes": len(watch.rewards),
         "wall_s": wall_s,
-        "episodes_per_s": len(watch.rewards) / wall_s,
+        "episodes_per_s": watch.episodes_per_s,
         "generator_idle_fraction": 1.0 - watch.generating_s / wall_s,
         "points": watch.points,
     }

@@ -4,6 +4,7 @@ The producer adds to it, the loop takes batches out of it; both sleep until some
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from driftgym.trainer.staleness import Choice, LagRule, PendingGroup, oldest_version
@@ -111,17 +112,20 @@ class GroupBuffer:
 
     def waiting_for(self) -> str:
         """What the next batch lacks, in a few words for people."""
-        choice = self._choose()
+        return self._lack_of(self._choose())
+
+    def _lack_of(self, choice: Choice) -> str:
         if choice.waits_for:
             return f"waiting for {', '.join(choice.waits_for[:3])}, due by the lag bound"
         num_finished = self.num_pending - self.num_running
         wanted = self._rule.groups_per_step
         return f"waiting for groups: {num_finished}/{wanted} finished, {self.num_running} being played"
 
-    async def next_batch(self) -> Batch:
+    async def next_batch(self, *, on_wait: Callable[[str], None] = lambda text: None) -> Batch:
         """The batch of the next step. Waits for groups to finish; unblocked by each change of the buffer.
 
         From here on `next_version` is one higher. A batch without groups means that nothing is left to train.
+        Whenever it goes on to wait, `on_wait` is told what for, in a few words for people.
 
         Raises:
             TrainingError: the lag rule cannot be kept; whatever `abort` was given.
@@ -135,6 +139,7 @@ class GroupBuffer:
                 self.notify()
             if choice.is_ready or choice.is_last:
                 return self._batch(choice)
+            on_wait(self._lack_of(choice))
             await self.wait_change()
 
     def _batch(self, choice: Choice) -> Batch:

@@ -49,6 +49,11 @@ class CallOrder:
                 raise NotDoneError(f"{name} was not done: the learner was closed before its turn came")
             return await call()
 
+    @property
+    def is_followed(self) -> bool:
+        """Within a call that runs: true when another one waits for its end."""
+        return sum(not task.done() for task in self._tasks) > 1
+
     def stop(self) -> None:
         """Calls that have not begun are not done; the one that runs goes on."""
         self._is_closed = True

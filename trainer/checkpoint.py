@@ -65,19 +65,30 @@ def damage_of(folder: Path) -> str | None:
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = {str(name): str(checksum) for name, checksum in files.items()}
-    except FileNotFoundError:
-        return f"{folder / MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{folder / MANIFEST} cannot be read"
+    except OSError as error:
+        return _unreadable(folder / MANIFEST, error)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{folder / MANIFEST} is damaged"
     for name, checksum in expected.items():
         path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if file_checksum(path) != checksum:
-            return f"{path} is damaged"
+        if damage := _damage_of_file(path, checksum):
+            return damage
         if path.name == MANIFEST and (damage := damage_of(path.parent)):
             return damage
     return None
+
+
+def _damage_of_file(path: Path, checksum: str) -> str | None:
+    try:
+        return None if file_checksum(path) == checksum else f"{path} is damaged"
+    except OSError as error:
+        return _unreadable(path, error)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path} is missing"
+    return f"{path} cannot be read ({error.strerror})"
 
 
 def check_sealed(folder: Path) -> None:
@@ -90,12 +101,13 @@ def newest_complete(folder: Path, *, say: Callable[[str], None] = print) -> Path
     """The newest checkpoint in `folder` that is complete; None when there is none.
 
     Newest is the one with the highest number at the end of its name. Each one that is passed over is named through
-    `say`, with what is wrong with it.
+    `say` in one line, with what is wrong with it.
     """
     numbered = [
         (int(match.group(1)), path)
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and not path.name.startswith(".") and (match := re.search(r"(\d+)$", path.name))
+        if not path.name.startswith(".") and (match := re.search(r"(\d+)$", path.name))
+        if path.is_dir() or path.name.isdigit()
     ]
     for _, path in sorted(numbered, reverse=True):
         damage = damage_of(path)
@@ -103,6 +115,12 @@ def newest_complete(folder: Path, *, say: Callable[[str], None] = print) -> Path
             return path
         say(f"checkpoint {path.name} is passed over: {damage}")
     return None
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what writers that were killed midway left in `folder`; nobody is writing there now."""
+    for leftover in folder.glob(_PARTIAL + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def file_checksum(path: Path) -> str:

@@ -66,6 +66,11 @@ class Learner:
         self.policy_version = 0
         self._begin_step()
 
+    @property
+    def model(self) -> Any:
+        """The model of transformers, in whose parameters steps are taken."""
+        return self._model
+
     def train_step(self, segments: Sequence[Segment]) -> StepReport:
         """`forward_backward` on a whole batch, then `optim_step`. Where it fails, the next step begins anew."""
         try:
@@ -295,11 +300,16 @@ def _rows(segments: Sequence[Segment], batch: BatchShape | None, *, config: Lear
     return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
 
 
-class _LearnerProcess:
+class LearnerProcess:
     """The calls that the process answers: `start` first, then those of the learner that it makes."""
 
     def __init__(self) -> None:
         self._learner: Learner | None = None
+
+    @property
+    def learner(self) -> Learner | None:
+        """None before `start`."""
+        return self._learner
 
     def start(self, spec: LearnerSpec) -> None:
         """Makes the learner."""
@@ -323,4 +333,4 @@ class _LearnerProcess:
 
 
 if __name__ == "__main__":
-    serve_calls(_LearnerProcess().methods())
+    serve_calls(LearnerProcess().methods())

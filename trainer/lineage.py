@@ -14,7 +14,7 @@ from pathlib import Path
 
 from driftgym.errors import ConfigError, TrainingError
 from driftgym.metrics import split_lost_rows
-from driftgym.trainer.checkpoint import newest_complete, sealed_folder
+from driftgym.trainer.checkpoint import newest_complete, remove_partial, sealed_folder
 from driftgym.trainer.journal import GroupRow, Journal
 from driftgym.trainer.staleness import LagRule, PendingGroup
 from driftgym.trainer.training_client import TrainingClient
@@ -87,14 +87,17 @@ async def write_checkpoint(run_dir: Path, client: TrainingClient, journal: Journ
 def take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[str], None]) -> Lineage:
     """Rolls the run in `run_dir` back to its newest complete checkpoint, or to its beginning where there is none.
 
-    Checkpoints of lost steps are set aside, metric rows of lost steps move to `metrics.lost.jsonl`.
+    Checkpoints of lost steps are set aside, metric rows of lost steps move to `metrics.lost.jsonl`, and what a killed
+    writer left of a checkpoint is removed.
 
     Raises:
+        ConfigError: there are checkpoints, and none is complete; nothing is changed.
         TrainingError: journal and checkpoint do not belong together.
     """
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
-    checkpoint = newest_complete(checkpoints, say=say)
+    remove_partial(checkpoints)
+    checkpoint = _newest_checkpoint(checkpoints, say=say)
     version = 0 if checkpoint is None else _version_of(checkpoint)
     if journal.last_step() < version:
         raise TrainingError(f"{run_dir}: the journal ends at step {journal.last_step()}, before checkpoint {version}")
@@ -124,6 +127,20 @@ def lock_run(run_dir: Path) -> int:
     return lock
 
 
+def _newest_checkpoint(checkpoints: Path, *, say: Callable[[str], None]) -> Path | None:
+    """The one to go on from. Raises ConfigError when all are damaged: to begin anew would throw the run away."""
+    passed_over: list[str] = []
+    checkpoint = newest_complete(checkpoints, say=passed_over.append)
+    if checkpoint is None and passed_over:
+        raise ConfigError(
+            f"{checkpoints}: no checkpoint is complete: {'; '.join(passed_over)}. Put one back from a copy, or remove "
+            "them all to play the run again from its beginning"
+        )
+    for line in passed_over:
+        say(line)
+    return checkpoint
+
+
 def _version_of(checkpoint: Path) -> int:
     try:
         return int(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["policy_version"])
@@ -135,7 +152,10 @@ def _set_aside(path: Path, *, is_lost: bool) -> None:
     """A checkpoint of a lost life keeps its content under a name that is never taken up again."""
     if is_lost:
         aside = path.with_name(_LOST + path.name)
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
         path.rename(aside)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode
+from driftgym.agents.tool_meter import ToolMeter
 from driftgym.config import Limits
 from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
@@ -62,7 +63,7 @@ class Parts:
     """What a run is made of, started and at the same policy version.
 
     >>> Parts.__slots__
-    ('client', 'engines', 'play', 'tasks', 'keep_kv')
+    ('client', 'engines', 'play', 'tasks', 'tools', 'keep_kv')
     """
 
     client: TrainingClient
@@ -73,6 +74,8 @@ class Parts:
     """Plays a group against them."""
     tasks: TaskSource
     """What is played."""
+    tools: ToolMeter | None = None
+    """Measures tools, where `play` does; None where nobody does."""
     keep_kv: bool = False
     """Updates in flight keep the KV cache, instead of computing it anew."""
 
@@ -137,7 +140,7 @@ class Trainer:
         """
         if self._checkpointed is None:
             await self._write_checkpoint()
-        self._clock.start_loop()
+        self._clock.start_loop(tools=self._parts.tools)
         self._look_at_engines()
         async with self._producing():
             try:
@@ -154,7 +157,6 @@ class Trainer:
     async def _step(self) -> bool:
         """Waits for a batch and trains it. False when none is left, every task being solved."""
         waited = time.monotonic()
-        self._metrics.show(self._buffer.waiting_for())
         batch = await self._stop.or_stop(self._next_batch())
         if not batch.groups:
             self._end_early()
@@ -175,7 +177,7 @@ class Trainer:
 
     async def _next_batch(self) -> Batch:
         """The next batch. What it waits for is said whenever that takes as long as a generation request may."""
-        waiting = asyncio.create_task(self._buffer.next_batch())
+        waiting = asyncio.create_task(self._buffer.next_batch(on_wait=self._metrics.show))
         try:
             while not (await asyncio.wait((waiting,), timeout=self._limits.generation_s))[0]:
                 self._metrics.say(self._buffer.waiting_for())
@@ -200,6 +202,7 @@ class Trainer:
         news = self._left_out.add(batch, now=self._version, rule=self._rule)
         row = self._row(batch, report, lags, step_s=step_s, wait_s=wait_s)
         self._version = report.policy_version
+        self._metrics.log(row)  # first: a kill in between leaves a row of a lost step, never a step without its row
         self._journal.consume(
             step=self._version,
             trained=[group.group_id for group in batch.groups],
@@ -208,7 +211,6 @@ class Trainer:
             row=row,
             lags=lags,
         )
-        self._metrics.log(row)
         if news is not None:
             self._metrics.say(news)
 
@@ -241,6 +243,8 @@ class Trainer:
             "lag0_ratio_sum": report.lag0_ratio_sum,
             "generator_idle_fraction": self._clock.generator_idle_fraction,
             "trainer_idle_fraction": self._clock.trainer_idle_fraction,
+            "tool_busy_fraction": self._clock.tool_busy_fraction,
+            "tools_running_mean": self._clock.tools_running_mean,
             **self._journal.tally.row(),
             **self._lengths.row(),
             "tasks_left_out": self._left_out.num_tasks,

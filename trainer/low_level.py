@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from driftgym.trainer.lineage import Lineage
-from driftgym.trainer.parts import Compute, StartRequest, prepare, start_compute
+from driftgym.trainer.parts import Compute, prepare, start_compute
 from driftgym.trainer.run_config import RunConfig
+from driftgym.trainer.starting import StartRequest
 
 __all__ = ["Compute", "open_compute"]
 

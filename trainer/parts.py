@@ -2,45 +2,42 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from driftgym.agents.base import Agent
 from driftgym.agents.demonstrations import demonstrate
-from driftgym.agents.generators.base import Generator
-from driftgym.agents.generators.launch import start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
-from driftgym.agents.generators.probe import check_logprobs
-from driftgym.agents.generators.sglang import SGLangGenerator
-from driftgym.agents.generators.vllm import VLLMGenerator
 from driftgym.agents.rendering import Renderer, make_renderer
 from driftgym.agents.rollout import run_group
 from driftgym.agents.tool_agent import ToolAgent, interruption_of
-from driftgym.config import Limits
+from driftgym.agents.tool_meter import ToolMeter
 from driftgym.envs.base import ToolEnv
 from driftgym.envs.registry import make_env
 from driftgym.envs.slots import EnvSlots
 from driftgym.envs.tasks import SeededTasks
-from driftgym.errors import ConfigError, GeneratorError, TrainingError
+from driftgym.errors import ConfigError, TrainingError
 from driftgym.metrics import check_metrics
 from driftgym.sandboxes.base import SandboxProvider
 from driftgym.sandboxes.providers import open_provider
-from driftgym.trainer.lineage import Lineage, learner_part
+from driftgym.trainer.colocated_client import ColocatedTrainingClient, while_it_lives
+from driftgym.trainer.engines import start_engines
+from driftgym.trainer.lineage import learner_part
 from driftgym.trainer.loop import Parts
 from driftgym.trainer.models import resolve_model
 from driftgym.trainer.producer import PlayGroup
 from driftgym.trainer.run_config import RunConfig
 from driftgym.trainer.sampling_client import SamplingClient
 from driftgym.trainer.segments import segments_of
+from driftgym.trainer.starting import Closer, StartRequest
 from driftgym.trainer.training_client import LearnerSpec, ProcessTrainingClient
-from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightKind, WeightUpdate
+from driftgym.types import Task, Trajectory, TrajectoryGroup, TrajectoryStatus, WeightKind
 
-_NO_VERSION = -1
-_PARKED_IDLE_S = 0.1  # a step may be waiting for an answer that is parked: generators do not stand still for long
 _EMBEDDED_TAKE: tuple[WeightKind, ...] = ("full", "delta", "lora")
 _DEMONSTRATION_SEED = 1 << 20  # added to the run's seed: what is demonstrated is not what is played
+
+__all__ = ["Compute", "Prepared", "StartRequest", "group_player", "prepare", "start_compute", "start_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +54,6 @@ class Prepared:
     """Made from it."""
     sandboxes: SandboxProvider
     """Where boxes come from; none is started yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartRequest:
-    """What one life of a run starts from.
-
-    >>> StartRequest.__slots__
-    ('config', 'run_dir', 'lineage', 'incarnation', 'say', 'count')
-    """
-
-    config: RunConfig
-    """The run."""
-    run_dir: Path
-    """Its folder."""
-    lineage: Lineage
-    """Where this life begins."""
-    incarnation: int
-    """Which life it is."""
-    say: Callable[[str], None]
-    """Takes news for people."""
-    count: Callable[[str], None]
-    """Counts an event by its name, for the summary."""
 
 
 async def prepare(config: RunConfig, stack: contextlib.AsyncExitStack, *, say: Callable[[str], None]) -> Prepared:
@@ -128,11 +103,16 @@ class Compute:
 async def start_parts(prepared: Prepared, request: StartRequest, stack: contextlib.AsyncExitStack) -> Parts:
     """What `Trainer` wires: see `start_compute`."""
     compute = await start_compute(prepared, request, stack)
+    tools = ToolMeter()
+    play = group_player(request.config, compute.agent, compute.slots, say=request.say, tools=tools)
+    if isinstance(compute.client, ColocatedTrainingClient):
+        play = while_it_lives(play, compute.client)
     return Parts(
         client=compute.client,
         engines=compute.engines,
-        play=group_player(request.config, compute.agent, compute.slots, say=request.say),
+        play=play,
         tasks=compute.tasks,
+        tools=tools,
         keep_kv=request.config.generator.keep_kv,
     )
 
@@ -154,7 +134,8 @@ async def start_compute(prepared: Prepared, request: StartRequest, stack: contex
         await _warm_up(request, client, slots, prepared.renderer)
     update = await client.publish(request.run_dir / "weights")
     say("starting the generator")
-    engines = await _start_engines(request, update, closer, probe_id=prepared.renderer.stop_token_ids[0])
+    probe_id = prepared.renderer.stop_token_ids[0]
+    engines = await start_engines(request, update, closer, client=client, probe_id=probe_id)
     return Compute(
         client=client,
         engines=engines,
@@ -165,8 +146,10 @@ async def start_compute(prepared: Prepared, request: StartRequest, stack: contex
     )
 
 
-def group_player(config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Callable[[str], None]) -> PlayGroup:
-    """Plays a group as `config` says; why attempts failed by infrastructure is said."""
+def group_player(
+    config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Callable[[str], None], tools: ToolMeter | None = None
+) -> PlayGroup:
+    """Plays a group as `config` says; why attempts failed by infrastructure is said; `tools` measures tools."""
     causes = _InfraCauses(say)
 
     async def play(task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
@@ -179,31 +162,11 @@ def group_player(config: RunConfig, agent: Agent, slots: EnvSlots, *, say: Calla
             limits=config.limits,
             config=config.rollout,
             min_policy_version=min_policy_version,
+            tools=tools,
             on_ended=causes.tell,
         )
 
     return play
-
-
-class Closer:
-    """Closes parts in the reverse order of their start, each within `limits.close_s`; a failure is said, not raised."""
-
-    def __init__(self, stack: contextlib.AsyncExitStack, *, limits: Limits, say: Callable[[str], None]) -> None:
-        self._stack = stack
-        self._limits = limits
-        self._say = say
-
-    def add(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """`close` is called at the end."""
-        self._stack.push_async_callback(self._close, name, close)
-
-    async def _close(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
-        try:
-            # Twice close_s: each part bounds its own closing, and is given up only when that fails.
-            async with asyncio.timeout(2 * self._limits.close_s):
-                await close()
-        except Exception as error:  # the other parts must be closed, and the run's own error told
-            self._say(f"closing {name} failed: {type(error).__name__}: {error}")
 
 
 class _InfraCauses:
@@ -238,6 +201,7 @@ def _open_slots(config: RunConfig, provider: SandboxProvider) -> EnvSlots:
 
 async def _start_learner(prepared: Prepared, request: StartRequest, closer: Closer) -> ProcessTrainingClient:
     config = request.config
+    is_colocated = config.trainer.placement == "colocated"
     request.say("starting the learner")
     spec = LearnerSpec(
         model=config.model,
@@ -247,9 +211,10 @@ async def _start_learner(prepared: Prepared, request: StartRequest, closer: Clos
         seed=config.seed,
         temperature=config.agent.temperature,
         incarnation=request.incarnation,
-        publishes=_EMBEDDED_TAKE if config.generator.kind == "embedded" else ("full",),
+        publishes=("full",) if is_colocated or config.generator.kind != "embedded" else _EMBEDDED_TAKE,
     )
-    client = await ProcessTrainingClient.start(spec, limits=config.limits)
+    kind = ColocatedTrainingClient if is_colocated else ProcessTrainingClient
+    client = await kind.start(spec, limits=config.limits)
     closer.add("the learner", client.close)
     return client
 
@@ -277,105 +242,3 @@ async def _warm_up(request: StartRequest, client: ProcessTrainingClient, slots: 
     request.say(f"warming up: {config.warmup.num_steps} supervised steps on {len(segments)} segments")
     figures = await client.warm_up(segments)
     request.say("warmed up: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-
-
-async def _start_engines(
-    request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int
-) -> GeneratorPool:
-    """The generators of the run, all with the weights of `update`."""
-    if request.config.generator.kind == "embedded":
-        return await _start_servers(request, update, closer)
-    return await _join_servers(request, update, closer, probe_id=probe_id)
-
-
-async def _start_servers(request: StartRequest, update: WeightUpdate, closer: Closer) -> GeneratorPool:
-    """Embedded servers. One that is lost is replaced by another, which begins with the newest full weights."""
-    config, timeout_s = request.config, request.config.limits.weight_update_s
-
-    async def start(weights: WeightUpdate) -> Generator:
-        return await start_embedded(
-            Path(weights.location),
-            config.generator,
-            incarnation=weights.incarnation,
-            policy_version=weights.policy_version,
-            dtype=config.model.dtype,
-            timeout_s=timeout_s,
-            close_timeout_s=config.limits.close_s,
-        )
-
-    async def start_another() -> Generator:
-        weights = pool.latest_full or update
-        try:
-            return await start(weights)
-        except GeneratorError:
-            # Where newer ones were published meanwhile, these may have been removed while they were read.
-            if pool.latest_full in (None, weights):
-                raise
-            return await start_another()
-
-    pool = _pool_of(
-        await _start_all(lambda: start(update), num=config.generator.num_servers),
-        request,
-        policy_version=update.policy_version,
-        came_with=update,
-        restart=start_another,
-        restart_timeout_s=timeout_s,
-    )
-    closer.add("the generators", pool.close)
-    return pool
-
-
-async def _join_servers(request: StartRequest, update: WeightUpdate, closer: Closer, *, probe_id: int) -> GeneratorPool:
-    """Servers that somebody else started: all are given the weights, and asked what their log-probs are of."""
-    config = request.config
-    max_concurrency = config.generator.max_concurrency
-    client = VLLMGenerator if config.generator.kind == "vllm" else SGLangGenerator
-    servers = [
-        client(url, incarnation=update.incarnation, max_concurrency=max_concurrency) for url in config.generator.urls
-    ]
-    # They have any weights: none that this run published.
-    pool = _pool_of(servers, request, policy_version=_NO_VERSION)
-    closer.add("the generators", pool.close)
-    # With keep_kv, so that a server that cannot keep its cache says so now; of weights that no run published it keeps
-    # none.
-    await pool.update_weights(
-        update, mode="in_flight", keep_kv=config.generator.keep_kv, timeout_s=config.limits.weight_update_s
-    )
-    for server in servers:
-        await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
-    return pool
-
-
-def _pool_of(
-    generators: Sequence[Generator], request: StartRequest, *, policy_version: int, **options: Any
-) -> GeneratorPool:
-    config = request.config.generator
-
-    def tell(event: str, text: str) -> None:
-        request.say(text)
-        request.count(event)
-
-    return GeneratorPool(
-        generators,
-        policy_version=policy_version,
-        chunk_tokens=config.chunk_tokens,
-        iteration_tokens=config.iteration_tokens,
-        max_concurrency=config.max_concurrency,
-        max_paused_share=config.max_paused_share,
-        idle_s=_PARKED_IDLE_S,
-        on_event=tell,
-        **options,
-    )
-
-
-async def _start_all(start: Callable[[], Awaitable[Generator]], *, num: int) -> list[Generator]:
-    """`num` generators, or none: when one does not start, those that did are closed."""
-    started: list[Generator] = []
-    try:
-        for _ in range(num):
-            started.append(await start())
-    except BaseException:
-        for generator in started:
-            await asyncio.shield(generator.close())
-        raise
-    return started

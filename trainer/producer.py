@@ -27,7 +27,11 @@ class PlayGroup(Protocol):
     """Plays one group; what `agents.rollout.run_group` does once its agent and its slots are given."""
 
     async def __call__(self, task: Task, *, group_id: str, min_policy_version: int) -> TrajectoryGroup:
-        """The group's trajectories, one per member; errors of episodes are data."""
+        """The group's trajectories, one per member; errors of episodes are data.
+
+        Raises:
+            TrainingError: nothing can be played any more: the run ends.
+        """
         ...
 
 
@@ -146,6 +150,9 @@ class Producer:
         started_at = time.time()
         try:
             group = await self._play(task, group_id=group_id, min_policy_version=min_policy_version)
+        except TrainingError as error:
+            self._buffer.abort(error)
+            return
         except Exception as error:  # this group's alone, whatever it is; recorded with its traceback
             group = lost_group(
                 task, group_id=group_id, group_size=self._supply.group_size, error=error, started_at=started_at

@@ -81,6 +81,13 @@ def read_publication(folder: Path) -> WeightUpdate:
     return update
 
 
+def is_published(root: Path, *, policy_version: int) -> bool:
+    """True when a whole model of that version stands below `root`, whichever life published it."""
+    versions = _publications(root) if root.is_dir() else {}
+    updates = [read_or_none(path) for (_, version), path in versions.items() if version == policy_version]
+    return any(update is not None and update.kind == "full" for update in updates)
+
+
 def remove_unused(root: Path) -> None:
     """Removes all publications but the two newest and those that these build on.
 

@@ -5,17 +5,20 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from driftgym.console import ConsoleSink, print_in_time
 from driftgym.errors import ConfigError, TrainingError
-from driftgym.metrics import ConsoleSink, JsonlWriter, Metrics, Sink, WandbSink
+from driftgym.metrics import JsonlWriter, Metrics, WandbSink
+from driftgym.sinks import Row, Sink
 from driftgym.trainer.journal import Journal, settled
 from driftgym.trainer.lineage import lock_run, take_up
 from driftgym.trainer.loop import Parts, Trainer
 from driftgym.trainer.parts import StartRequest, prepare, start_parts
+from driftgym.trainer.publications import is_published
 from driftgym.trainer.run_config import RunConfig, check_run_dir, load_resolved, make_run_dir, settings_of
 from driftgym.trainer.stop import RunInterruptedError, Stop
 from driftgym.trainer.summary import RunClock, make_summary, write_summary
@@ -75,7 +78,9 @@ async def _prepared(config: RunConfig, run_dir: Callable[[], Path]) -> RunResult
             raise
 
 
-async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartParts) -> RunResult:
+async def live(
+    config: RunConfig, run_dir: Path, *, stop: Stop, start: StartParts, sinks: Sequence[Sink] = ()
+) -> RunResult:
     """One life of a run: takes up what stands in `run_dir`, starts the parts, trains, closes, sums up.
 
     Args:
@@ -83,6 +88,7 @@ async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartPart
         run_dir: its folder, made before.
         stop: the user's wish to stop.
         start: starts the parts and leaves their closing to the stack; `parts.start_parts`, or a scripted twin.
+        sinks: where metrics go besides those places that `config` names.
 
     Raises:
         ConfigError: another process has the run, or it began with another `trainer.num_tasks`.
@@ -94,7 +100,7 @@ async def live(config: RunConfig, run_dir: Path, *, stop: Stop, start: StartPart
         lineage = take_up(run_dir, journal, config.trainer.lag_rule, say=_print_error)
         rows = journal.step_rows()
         clock = RunClock(rows[-1] if rows else {})
-        metrics = Metrics(JsonlWriter(run_dir / "metrics.jsonl"), _sinks(config, run_dir))
+        metrics = Metrics(JsonlWriter(run_dir / "metrics.jsonl"), [*_sinks(config, run_dir, rows), *sinks])
         request = StartRequest(
             config=config,
             run_dir=run_dir,
@@ -132,7 +138,7 @@ class _Life:
         """Starts the parts, trains, and closes them. True when the user stopped it."""
         request = self.request
         self.metrics.say(f"run: {request.run_dir}")
-        if request.lineage.policy_version >= request.config.trainer.max_steps:
+        if self._is_over():
             self.metrics.say(f"step {request.lineage.policy_version} was the last: nothing is left to train")
             return False
         try:
@@ -142,6 +148,13 @@ class _Life:
         except RunInterruptedError:
             return True
         return False
+
+    def _is_over(self) -> bool:
+        """No step is left, and the weights of the last one stand: a kill may come between its checkpoint and them."""
+        version = self.request.lineage.policy_version
+        if version < self.request.config.trainer.max_steps:
+            return False
+        return is_published(self.request.run_dir / "weights", policy_version=version)
 
     def _trainer(self, parts: Parts) -> Trainer:
         return Trainer(
@@ -179,8 +192,10 @@ def _held(run_dir: Path) -> Iterator[Journal]:
         os.close(lock)
 
 
-def _sinks(config: RunConfig, run_dir: Path) -> list[Sink]:
-    sinks: list[Sink] = [ConsoleSink(max_steps=config.trainer.max_steps)]
+def _sinks(config: RunConfig, run_dir: Path, past: Sequence[Row]) -> list[Sink]:
+    sinks: list[Sink] = []
+    if sys.stdout is not None:
+        sinks.append(ConsoleSink(max_steps=config.trainer.max_steps, past=past))
     if config.metrics.wandb_project is not None:
         settings = settings_of(config)
         sinks.append(WandbSink(config.metrics, run_dir=run_dir, name=run_dir.name, settings=settings))
@@ -197,4 +212,4 @@ def _sum_up(journal: Journal, clock: RunClock, run_dir: Path, metrics: Metrics) 
 
 
 def _print_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_in_time(text, to_stderr=True)

@@ -70,7 +70,7 @@ class RunConfig(Config):
                 f"agent.max_context_tokens {self.agent.max_context_tokens} is above generator.max_context_tokens "
                 f"{self.generator.max_context_tokens}: no generator would take such a prompt"
             )
-        if problem := self._updates_problem():
+        if problem := self._updates_problem() or self._placement_problem():
             raise ValueError(problem)
         try:
             check_pool(self.sandbox.spec, self.sandbox.pool, num_boxes=self.num_slots)
@@ -90,6 +90,28 @@ class RunConfig(Config):
             return (
                 f"generator.keep_kv goes with trainer.weight_update: in_flight alone, not with "
                 f"{self.trainer.weight_update}; set it to false"
+            )
+        return None
+
+    def _placement_problem(self) -> str | None:
+        """Why the learner's process cannot generate, where it is to."""
+        generator = self.generator
+        if self.trainer.placement != "colocated":
+            return None
+        if generator.kind != "embedded":
+            return (
+                f"trainer.placement: colocated goes with generator.kind: embedded; a server of kind {generator.kind} "
+                "cannot share the learner's weights: set placement to disaggregated"
+            )
+        if generator.num_servers != 1:
+            return (
+                f"trainer.placement: colocated has one engine, in the learner's process: set generator.num_servers "
+                f"from {generator.num_servers} to 1"
+            )
+        if generator.device != "cpu":
+            return (
+                f"trainer.placement: colocated generates where the learner is, on the CPU: set generator.device from "
+                f"{generator.device} to cpu"
             )
         return None
 
@@ -156,9 +178,13 @@ def make_run_dir(config: RunConfig) -> Path:
     config = config.model_copy(update={"run_dir": run_dir})
     check_run_dir(config)
     try:
-        for folder in (run_dir, run_dir / "checkpoints", run_dir / "trajectories"):
-            folder.mkdir(parents=True, exist_ok=True)
-        (run_dir / RESOLVED_NAME).write_text(dump_config(config), encoding="utf-8")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Whole, and before anything else: what a kill leaves is a run to go on with, or nothing in the way of one.
+        temporary = run_dir / (RESOLVED_NAME + ".tmp")
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        temporary.replace(run_dir / RESOLVED_NAME)
+        for folder in (run_dir / "checkpoints", run_dir / "trajectories"):
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir: {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
     return run_dir

@@ -20,6 +20,7 @@ from driftgym.trainer.batch_shape import BatchShape
 from driftgym.trainer.call_order import CallOrder
 from driftgym.trainer.checkpoint import check_sealed, sealed_folder
 from driftgym.trainer.objective_config import ObjectiveConfig
+from driftgym.trainer.publications import write_record
 from driftgym.trainer.training_client import PassFigures, StepReport
 from driftgym.types import (
     Completion,
@@ -148,16 +149,18 @@ class ScriptedTrainingClient:
 
     def _publish(self, folder: Path) -> WeightUpdate:
         location = folder / f"{self._incarnation}-{self._version:08d}"
-        if not location.exists():
-            with sealed_folder(location) as partial:
-                (partial / "config.json").write_text("{}", encoding="utf-8")
         digest = hashlib.sha256(location.name.encode()).hexdigest()
-        return WeightUpdate(
+        update = WeightUpdate(
             policy_version=self._version,
             incarnation=self._incarnation,
             location=str(location),
             checksum=f"sha256:{digest}",
         )
+        if not location.exists():
+            with sealed_folder(location) as partial:
+                (partial / "config.json").write_text("{}", encoding="utf-8")
+                write_record(partial, update)
+        return update
 
     def save(self, folder: Path) -> asyncio.Future[None]:
         """See TrainingClient."""

@@ -17,6 +17,7 @@ from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import ScriptedGenerator, ScriptedRequest
 from driftgym.agents.rendering import Renderer, make_renderer
 from driftgym.agents.tool_agent import ToolAgent
+from driftgym.agents.tool_meter import ToolMeter
 from driftgym.config import parse_config
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
 from driftgym.envs.slots import EnvSlots
@@ -165,8 +166,10 @@ class PacedParts:
             await self.client.load(learner_part(lineage.checkpoint), policy_version=lineage.policy_version)
         slots = EnvSlots(self.make_env, num_slots=self._num_slots or config.num_slots)
         stack.push_async_callback(slots.close)
-        play = group_player(config, ToolAgent(self.pool, renderer, config.agent), slots, say=request.say)
-        return Parts(client=self.client, engines=self.pool, play=play, tasks=NumberedTasks())
+        tools = ToolMeter()
+        agent = ToolAgent(self.pool, renderer, config.agent)
+        play = group_player(config, agent, slots, say=request.say, tools=tools)
+        return Parts(client=self.client, engines=self.pool, play=play, tasks=NumberedTasks(), tools=tools)
 
 
 def paced_config(run_dir: Path, trainer: Mapping[str, Any]) -> RunConfig:

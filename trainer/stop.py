@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
+
+from driftgym.console import print_in_time
 
 EXIT_INTERRUPTED = 130  # as shells report a program that ctrl-C ended
 _SAME_PRESS_S = 0.5  # programs such as timeout(1) hand one ctrl-C on twice: to the process and to its group
@@ -66,8 +67,7 @@ class Stop:
                 self.request()
                 say("stopping: a step in progress ends, a checkpoint is written; once more stops at once")
             elif time.monotonic() - first > _SAME_PRESS_S:
-                sys.stderr.write("stopped at once\n")
-                sys.stderr.flush()
+                print_in_time("stopped at once", to_stderr=True)
                 os._exit(EXIT_INTERRUPTED)
 
         signals = (signal.SIGINT, signal.SIGTERM)

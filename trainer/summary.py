@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from driftgym.agents.tool_meter import ToolMeter, ToolTime
 from driftgym.trainer.buffer import Batch
 from driftgym.trainer.credit import Credit, tells_apart
 from driftgym.trainer.journal import Journal
@@ -29,18 +30,26 @@ class RunClock:
         self.step_s = float(last_row.get("total_step_s", 0.0))
         self.generator_s = float(last_row.get("generator_s", 0.0))
         self.generator_busy_s = float(last_row.get("generator_busy_s", 0.0))
+        self._tools_before = ToolTime(
+            busy_s=float(last_row.get("tool_busy_s") or 0.0), running_s=float(last_row.get("tool_running_s") or 0.0)
+        )
+        self._tools: ToolMeter | None = None
+        self._tools_at_start = self._tools_at_end = ToolTime()
         self._started = time.monotonic()
         self._loop_started: float | None = None
         self._loop_ended: float | None = None
         self._busy_before: tuple[float, float] | None = None
 
-    def start_loop(self) -> None:
-        """The parts are there: idle shares are counted from here."""
+    def start_loop(self, *, tools: ToolMeter | None = None) -> None:
+        """The parts are there: shares are counted from here, those of tools where `tools` measures them."""
         self._loop_started = time.monotonic()
+        self._tools = tools
+        self._tools_at_start = tools.time if tools is not None else ToolTime()
 
     def end_loop(self) -> None:
         """No further step: closing the parts is nobody's idleness."""
         self._loop_ended = time.monotonic()
+        self._tools_at_end = self._tools.time if self._tools is not None else ToolTime()
 
     @property
     def wall_s(self) -> float:
@@ -74,9 +83,34 @@ class RunClock:
         """The share of the time observed in which no request was being decoded; None before there is any."""
         return 1.0 - self.generator_busy_s / self.generator_s if self.generator_s > 0 else None
 
+    @property
+    def _tool_time(self) -> ToolTime:
+        """Of all loops."""
+        if self._tools is None:
+            return self._tools_before
+        now = self._tools.time if self._loop_ended is None else self._tools_at_end
+        return self._tools_before + now - self._tools_at_start
+
+    @property
+    def tool_busy_fraction(self) -> float | None:
+        """The share of the loop's time with at least one tool at work; None where nobody measures it."""
+        return self._tool_time.busy_s / self.loop_s if self._is_measured else None
+
+    @property
+    def tools_running_mean(self) -> float | None:
+        """How many tools were at work, in the mean over the loop's time; None where nobody measures it."""
+        return self._tool_time.running_s / self.loop_s if self._is_measured else None
+
+    @property
+    def _is_measured(self) -> bool:
+        return self.loop_s > 0 and (self._tools is not None or self._tools_before.busy_s > 0)
+
     def row(self) -> dict[str, float]:
         """The sums that the next life goes on from."""
+        tools = self._tool_time
         return {
+            "tool_busy_s": tools.busy_s,
+            "tool_running_s": tools.running_s,
             "wall_s": self.wall_s,
             "loop_s": self.loop_s,
             "total_step_s": self.step_s,
@@ -174,6 +208,7 @@ def make_summary(journal: Journal, clock: RunClock, *, run_dir: Path, dropped_me
         "lag_max": lags.max,
         "generator_idle_fraction": clock.generator_idle_fraction,
         "trainer_idle_fraction": clock.trainer_idle_fraction,
+        "tool_busy_fraction": clock.tool_busy_fraction,
         "ratio_mean_at_lag0": ratio_at_lag0(rows),
         "errors": journal.tally.errors,
         "wall_s": clock.wall_s,

@@ -12,16 +12,27 @@ from driftgym.trainer.credit import Credit
 from driftgym.trainer.segments import ZeroVariance
 from driftgym.trainer.staleness import LagRule, OnLag
 
-_SYNC: Mapping[str, Any] = {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1}
+_SETTLED: Mapping[str, Mapping[str, Any]] = {
+    "mode sync": {"max_lag": 0, "weight_update": "drain", "publish_every_steps": 1},
+    "mode one_step_off": {"max_lag": 1, "publish_every_steps": 1},
+    "placement colocated": {"weight_update": "drain", "publish_every_steps": 1},
+}
+"""What a choice leaves no choice about."""
 
 
 class TrainerConfig(Config):
     """How rollouts and optimizer steps go together."""
 
-    mode: Literal["async", "sync"] = pydantic.Field(
+    mode: Literal["async", "sync", "one_step_off"] = pydantic.Field(
         "async",
         description="`sync` generates a batch with the newest weights, then trains it, in turn; it settles max_lag, "
-        "weight_update and publish_every_steps.",
+        "weight_update and publish_every_steps. `one_step_off` generates the next batch while one is trained; it "
+        "settles max_lag and publish_every_steps.",
+    )
+    placement: Literal["disaggregated", "colocated"] = pydantic.Field(
+        "disaggregated",
+        description="`colocated`: the learner's process generates too, on the same weights; the two take turns. It "
+        "settles weight_update and publish_every_steps.",
     )
     max_steps: int = pydantic.Field(100, gt=0, description="The run ends with this policy version.")
     groups_per_step: int = pydantic.Field(4, gt=0)
@@ -63,21 +74,29 @@ class TrainerConfig(Config):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _fill_from_mode(cls, data: Any) -> Any:
-        """What the mode settles need not be given."""
-        return {**_SYNC, **data} if isinstance(data, dict) and data.get("mode") == "sync" else data
+    def _fill_what_is_settled(cls, data: Any) -> Any:
+        """What mode and placement settle need not be given."""
+        if not isinstance(data, dict):
+            return data
+        settled = [_SETTLED.get(f"{key} {data.get(key)}", {}) for key in ("placement", "mode")]
+        return {**settled[0], **settled[1], **data}
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TrainerConfig":
-        for problem in (self._sync_problem(), self._async_problem(), self._tasks_problem()):
+        settled = [self._settled_problem(f"{key} {getattr(self, key)}") for key in ("mode", "placement")]
+        for problem in (*settled, self._sync_problem(), self._async_problem(), self._tasks_problem()):
             if problem:
                 raise ValueError(problem)
         return self
 
+    def _settled_problem(self, choice: str) -> str | None:
+        settled = _SETTLED.get(choice, {})
+        if all(getattr(self, name) == value for name, value in settled.items()):
+            return None
+        needs = ", ".join(f"{name}: {value}" for name, value in settled.items())
+        return f"{choice} needs {needs}; set them so, or leave them out"
+
     def _sync_problem(self) -> str | None:
-        if self.mode == "sync" and any(getattr(self, name) != value for name, value in _SYNC.items()):
-            needs = ", ".join(f"{name}: {value}" for name, value in _SYNC.items())
-            return f"mode sync needs {needs}; set them so, or leave them out"
         if self.mode == "sync" and self.on_lag != "wait":
             return f"mode sync goes with on_lag: wait; {self.on_lag} would leave out what the last weights wrote"
         return None

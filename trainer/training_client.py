@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from driftgym.config import Limits
 from driftgym.errors import NotDoneError, TrainingError
@@ -166,6 +166,9 @@ async def train_step(client: TrainingClient, segments: Sequence[Segment]) -> Ste
 class ProcessTrainingClient:
     """A learner in a process of its own. Made by `start`; a call that fails for good leaves no process behind."""
 
+    module = "driftgym.trainer.learner"
+    """What the process runs."""
+
     def __init__(self, process: ChildProcess, limits: Limits) -> None:
         self._process = process
         self._limits = limits
@@ -173,7 +176,7 @@ class ProcessTrainingClient:
         self._lost: str | None = None
 
     @classmethod
-    async def start(cls, spec: LearnerSpec, *, limits: Limits) -> "ProcessTrainingClient":
+    async def start(cls, spec: LearnerSpec, *, limits: Limits) -> Self:
         """Starts the process and loads the model.
 
         Raises:
@@ -183,7 +186,7 @@ class ProcessTrainingClient:
         # One pool of threads, of the size asked for, that sleeps when idle: the generator works on the same cores.
         num_threads = str(spec.config.num_threads)
         environment = {"OMP_NUM_THREADS": num_threads, "MKL_NUM_THREADS": num_threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        process = await ChildProcess.start("driftgym.trainer.learner", name="learner", env=environment)
+        process = await ChildProcess.start(cls.module, name="learner", env=environment)
         client = cls(process, limits)
         try:
             await client._call("start", spec)

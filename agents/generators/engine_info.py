@@ -112,9 +112,10 @@ class EngineInfo:
         Raises:
             GeneratorError: the engine does not take weights of that kind, or by that way.
         """
-        if update.transport != "disk":
-            raise GeneratorError(f"{self._http.url}: takes weights from disk alone, not by {update.transport}")
         body = {"model_path": update.location, "weight_version": str(version)}
+        if update.transport != "disk":
+            await self._check_transport(update)
+            return body
         kinds = (await self._model()).get("weight_kinds") if update.kind != "full" else ("full",)
         if update.kind not in (kinds or ()):
             raise GeneratorError(f"{self._http.url}: takes full weights alone, not {update.kind}")
@@ -122,6 +123,11 @@ class EngineInfo:
             return body
         base = WeightVersion(incarnation=update.incarnation, policy_version=update.base_policy_version or 0)
         return {**body, "kind": update.kind, "base_weight_version": str(base), "checksum": update.checksum}
+
+    async def _check_transport(self, update: WeightUpdate) -> None:
+        taken = (await self._model()).get("weight_transports") if update.transport == "tensor" else ()
+        if update.transport not in (taken or ()):
+            raise GeneratorError(f"{self._http.url}: takes weights from disk alone, not by {update.transport}")
 
     async def load(self) -> ReportedLoad:
         """How much it has to do."""

@@ -66,6 +66,10 @@ class Weights:
         """
         if keep_kv and mode != "in_flight":
             raise ValueError(f"keep_kv goes with in_flight alone, not with {mode}")
+        if update.transport == "tensor" and not keep_kv:
+            # The engine's memory holds these weights already: what ran had ended before, and what waits there waits
+            # for this update.
+            mode = "in_flight"
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await self._updating.acquire()

@@ -20,6 +20,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "min_new_tokens": 0,
 }
 """What would change the distribution, at the values at which it does not: a server may have other defaults."""
+_PATH = "path"  # of a plan: what is posted to
 
 
 class SGLangGenerator(RemoteGenerator):
@@ -98,11 +99,13 @@ class SGLangWire:
 
     async def plan(self, update: WeightUpdate, version: WeightVersion) -> Mapping[str, Any]:
         """As `EngineWire.plan`."""
-        return await self._info.update_body(update, version)
+        body = await self._info.update_body(update, version)
+        return {**body, _PATH: f"/update_weights_from_{update.transport}"}
 
     async def take(self, plan: Mapping[str, Any], *, flushes: bool) -> None:
         """As `EngineWire.take`."""
-        reply = await self._http.post("/update_weights_from_disk", {**plan, "flush_cache": flushes})
+        body = {key: value for key, value in plan.items() if key != _PATH}
+        reply = await self._http.post(str(plan[_PATH]), {**body, "flush_cache": flushes})
         if reply.get("success") is not True:
             raise GeneratorError(
                 f"{self._http.url}: weights {plan['weight_version']} were refused: {reply.get('message')}"

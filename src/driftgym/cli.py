@@ -13,8 +13,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from driftgym import cli_sandbox
+from driftgym.console import flush_in_time, print_in_time, print_table_in_time
 from driftgym.errors import ConfigError, DriftgymError
-from driftgym.metrics import any_sink_is_alive
+from driftgym.sinks import any_sink_is_alive
 
 _EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
 
@@ -35,15 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     Args:
         arguments: the words after the program's name; None takes those that the process was called with. The process
-            is then this program's own, and ends at once where a metric sink was given up, whose library may
-            hold up an ordinary end.
+            is then this program's own, and ends at once where a metric sink was given up, or nobody reads what it
+            prints: an ordinary end would wait for them.
     """
     try:
         _run(arguments)
     except SystemExit as ending:
-        if arguments is None and any_sink_is_alive() and isinstance(ending.code, int | None):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        is_flushed = arguments is not None or flush_in_time()
+        if arguments is None and isinstance(ending.code, int | None) and (any_sink_is_alive() or not is_flushed):
             os._exit(ending.code or 0)
         raise
 
@@ -111,21 +111,18 @@ def train(
 
 
 def _print_result(result: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from driftgym.trainer.summary import reward_windows
 
-    table = Table("steps", "mean reward")
-    for first, last, reward in reward_windows(result.rows):
-        table.add_row(f"{first}-{last}", "-" if reward is None else f"{reward:.3f}")
-    console = Console(soft_wrap=True, highlight=False)
-    if result.rows:
-        console.print(table)
-    console.print(f"run: {result.run_dir}", markup=False)
+    windows = [
+        (f"{first}-{last}", "-" if reward is None else f"{reward:.3f}")
+        for first, last, reward in reward_windows(result.rows)
+    ]
+    if windows:
+        print_table_in_time(("steps", "mean reward"), windows)
+    print_in_time(f"run: {result.run_dir}")
     if result.is_interrupted:
-        steps = result.summary["steps"]
-        typer.echo(f"stopped after step {steps}; go on with: driftgym train --resume {result.run_dir}", err=True)
+        news = f"stopped after step {result.summary['steps']}; go on with: driftgym train --resume {result.run_dir}"
+        print_in_time(news, to_stderr=True)
         sys.exit(_EXIT_INTERRUPTED)
 
 
@@ -191,7 +188,7 @@ def _fail(error: Exception, code: int) -> NoReturn:
     """One line to standard error: the first line of the message, and the last where it has several."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} ({lines[-1]})"
-    sys.stderr.write(f"driftgym: {text}\n")
+    print_in_time(f"driftgym: {text}", to_stderr=True)
     sys.exit(code)
 
 

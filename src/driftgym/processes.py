@@ -126,6 +126,10 @@ class ChildProcess:
             code = await self._process.wait()
             raise ChildDiedError(f"{self._name} (pid {self.pid}) ended with exit code {code}") from None
 
+    async def ended(self) -> int:
+        """Waits until the child has ended, for whatever reason; its exit code."""
+        return await self._process.wait()
+
     def kill(self) -> None:
         """Kills the child at once, and what it started in its session; nothing happens when it has already ended."""
         kill_session(self._process)

@@ -381,9 +381,10 @@ class WeightUpdate:
     incarnation: int
     """The life of the run that published them: weights of a lost life are recognised and refused."""
     location: str
-    """Where they are: for transport `disk` a folder, which for `full` transformers can load."""
+    """Where they are: for transport `disk` a folder, which for `full` transformers can load; for `tensor` the root of
+    the server that has them in its memory already."""
     checksum: str
-    """`sha256:` and the digest of the weights file."""
+    """`sha256:` and the digest of the weights file; empty where there is no file."""
     base_policy_version: int | None = None
     """For `delta` and `lora`: the publication that they are put on; None for `full`."""
     kind: WeightKind = "full"

@@ -33,7 +33,7 @@ _spec.loader.exec_module(scripted)
 SUMMARY_KEYS = {
     *("steps", "policy_version", "episodes_started", "episodes_finished", "episodes_trained"),
     *("reward_first_mean", "reward_last_mean", "lag_mean", "lag_p99", "lag_max", "generator_idle_fraction"),
-    *("trainer_idle_fraction", "ratio_mean_at_lag0", "errors", "wall_s", "events", "run_dir"),
+    *("trainer_idle_fraction", "tool_busy_fraction", "ratio_mean_at_lag0", "errors", "wall_s", "events", "run_dir"),
 }
 
 

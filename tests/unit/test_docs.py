@@ -28,7 +28,10 @@ from driftgym.types import Segment, TrajectoryStatus, float32_array, int32_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = ("objectives", "architecture", "environments", "generators", "lag-rules", "metrics", "runs", "sandboxes")
+PAGES = (
+    *("objectives", "architecture", "environments", "generators", "lag-rules", "low-level", "metrics", "runs"),
+    "sandboxes",
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|sandboxes|envs|agents|trainer|configs|tests|benchmarks)/[\w./-]+)`")
 FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")

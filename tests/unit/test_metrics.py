@@ -1,28 +1,19 @@
 """The hub: rows are never lost in the file, and a sink that is slow, broken or dead changes only a count."""
 
 import importlib.util
-import io
 import json
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from driftgym.errors import ConfigError, DriftgymError
-from driftgym.metrics import (
-    ConsoleSink,
-    JsonlWriter,
-    Metrics,
-    MetricsConfig,
-    WandbSink,
-    check_metrics,
-    split_lost_rows,
-    step_line,
-)
+from driftgym.metrics import JsonlWriter, Metrics, MetricsConfig, WandbSink, check_metrics, split_lost_rows
 
 
 class ListSink:
@@ -46,28 +37,47 @@ class ListSink:
         self.is_closed = True
 
 
-class SlowSink(ListSink):
-    """Takes its time for each row."""
-
-    def write(self, row: Any) -> None:
-        time.sleep(3)
-
-
 class RaisingSink(ListSink):
-    """Refuses every row, and raises at the end too."""
+    """Refuses everything that it is asked for."""
+
+    error: type[BaseException] = OSError
 
     def write(self, row: Any) -> None:
-        raise OSError("no route to host")
+        raise self.error("no route to host")
+
+    say = show = write
 
     def close(self) -> None:
-        raise OSError("no route to host")
+        raise self.error("no route to host")
 
 
-class DeadSink(ListSink):
-    """Never returns, also at the end."""
+class ExitingSink(RaisingSink):
+    """Wants to end the program, as libraries do."""
 
-    def write(self, row: Any) -> None:
-        threading.Event().wait()
+    error = SystemExit
+
+
+class StuckSink(ListSink):
+    """Never returns from one of its methods, until it is let go."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.is_stuck, self._let_go = threading.Event(), threading.Event()
+        setattr(self, method, self._stick)
+
+    def _stick(self, *_: Any) -> None:
+        self.is_stuck.set()
+        self._let_go.wait()
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+@pytest.fixture
+def stuck(request: pytest.FixtureRequest) -> Iterator[StuckSink]:
+    sink = StuckSink(request.param)
+    yield sink
+    sink.let_go()
 
 
 class DecreasingStepSink(ListSink):
@@ -77,6 +87,14 @@ class DecreasingStepSink(ListSink):
         if self.rows and row["step"] < self.rows[-1]["step"]:
             raise ValueError("step decreases")
         super().write(row)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -98,18 +116,79 @@ def test_every_row_reaches_the_file_and_every_sink(tmp_path: Path) -> None:
     assert metrics.dropped_metrics == 0
 
 
-@pytest.mark.parametrize("sink_type", [SlowSink, RaisingSink, DeadSink])
-def test_a_bad_sink_costs_no_time_and_only_a_count(tmp_path: Path, sink_type: type[ListSink]) -> None:
+@pytest.mark.parametrize("sink_type", [RaisingSink, ExitingSink])
+def test_a_sink_that_raises_changes_only_a_count(tmp_path: Path, sink_type: type[RaisingSink]) -> None:
     good = ListSink()
     metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink_type(), good])
-    started = time.monotonic()
     for step in range(20):
         metrics.log({"step": step})
-    assert time.monotonic() - started < 2
-    metrics.close(timeout_s=0.5)
-    assert time.monotonic() - started < 5
+        metrics.say("news")
+        metrics.show("waiting")
+    metrics.close(timeout_s=60)
     assert len(rows_of(tmp_path / "m.jsonl")) == len(good.rows) == 20
     assert metrics.dropped_metrics == 20
+    told = [line for line in good.lines if line not in ("news", "waiting")]
+    assert told == [f"{sink_type.__name__} failed: {sink_type.error.__name__}: no route to host"], (
+        "once, with the reason"
+    )
+
+
+@pytest.mark.parametrize("stuck", ["write", "say", "show"], indirect=True)
+def test_a_sink_that_never_returns_holds_up_nothing(tmp_path: Path, stuck: StuckSink) -> None:
+    good = ListSink()
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [stuck, good])
+    metrics.say("news")
+    metrics.show("waiting")
+    for step in range(20):
+        metrics.log({"step": step})
+    assert stuck.is_stuck.wait(60)
+    num_taken = len(stuck.rows)
+    metrics.close(timeout_s=1.0)
+    assert len(rows_of(tmp_path / "m.jsonl")) == len(good.rows) == 20
+    assert metrics.dropped_metrics == 20 - num_taken
+    assert not stuck.is_closed
+    assert good.is_closed
+
+
+@pytest.mark.parametrize("stuck", ["close"], indirect=True)
+def test_a_sink_that_never_ends_has_its_rows(tmp_path: Path, stuck: StuckSink) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [stuck])
+    metrics.log({"step": 1})
+    metrics.close(timeout_s=1.0)
+    assert len(stuck.rows) == 1
+    assert metrics.dropped_metrics == 0
+
+
+@pytest.mark.parametrize("stuck", ["write"], indirect=True)
+def test_a_sink_that_comes_back_after_it_was_given_up_is_closed_and_counts_nothing_twice(
+    tmp_path: Path, stuck: StuckSink
+) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [stuck])
+    for step in range(3):
+        metrics.log({"step": step})
+    metrics.close(timeout_s=0.1)
+    assert metrics.dropped_metrics == 3
+    stuck.let_go()
+    wait_until(lambda: stuck.is_closed)
+    assert metrics.dropped_metrics == 3
+
+
+@pytest.mark.parametrize("stuck", ["write"], indirect=True)
+def test_news_displace_no_rows_and_only_the_newest_is_shown(tmp_path: Path, stuck: StuckSink) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [stuck])
+    metrics.log({"step": 0})
+    assert stuck.is_stuck.wait(60)
+    for number in range(1000):
+        metrics.say("news")
+        metrics.show(f"{number} finished")
+    metrics.log({"step": 1})
+    del stuck.write  # from here on, that of the class
+    stuck.let_go()
+    metrics.close(timeout_s=60)
+    assert metrics.dropped_metrics == 0
+    assert [row["step"] for row in stuck.rows] == [1]
+    assert [line for line in stuck.lines if line != "news"] == ["999 finished"]
+    assert stuck.is_closed
 
 
 PROGRAM_WITH_A_DEAD_SINK = """
@@ -146,8 +225,9 @@ def test_a_program_whose_sink_was_given_up_ends_all_the_same(tmp_path: Path) -> 
     assert (finished.returncode, finished.stdout) == (3, "done\n"), finished.stderr
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
-    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [DeadSink()])
+@pytest.mark.parametrize("stuck", ["write"], indirect=True)
+def test_a_full_queue_drops_and_counts(tmp_path: Path, stuck: StuckSink) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [stuck])
     for step in range(1000):
         metrics.log({"step": step})
     assert 700 <= metrics.dropped_metrics <= 744
@@ -211,44 +291,6 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DriftgymError, match="No space left"):
         writer.write({"step": 1})
     writer.close()
-
-
-def test_the_console_prints_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(max_steps=3, stream=stream)
-    sink.say("starting [the] generator")
-    sink.show("waiting for groups")
-    sink.write({"step": 1, "reward_mean": 0.5, "lag_mean": 1.25, "lag_max": 3, "step_s": 0.1, "wait_s": 2.0})
-    sink.close()
-    assert stream.getvalue().splitlines() == [
-        "starting [the] generator",
-        "step     1  reward 0.500  lag 1.2 (max 3)  step 0.10 s  wait 2.00 s",
-    ]
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_console_shows_what_is_waited_for_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    sink = ConsoleSink(max_steps=3, stream=stream)
-    sink.show("waiting for groups [1/2]")
-    sink.write({"step": 2, "reward_mean": None})
-    sink.close()
-    assert "waiting for groups [1/2]" in stream.getvalue()
-    assert "2/3" in stream.getvalue()
-
-
-def test_a_step_line_tells_errors_and_bears_missing_figures() -> None:
-    line = step_line({"step": 4, "reward_mean": None, "errors_env": 2, "generator_idle_fraction": None})
-    assert "reward -" in line
-    assert "errors env 2 infra 0" in line
-    assert "idle generator - trainer -" in line
 
 
 def test_wandb_that_is_not_installed_is_said_before_the_run() -> None:

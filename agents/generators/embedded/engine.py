@@ -44,6 +44,7 @@ class Engine:
         max_context_tokens: int,
         weight_version: str,
         max_prefill_tokens: int = 8192,
+        weights: ModelWeights | None = None,
     ) -> None:
         self.vocab_size = runner.vocab_size
         self.max_context_tokens = max_context_tokens
@@ -55,7 +56,7 @@ class Engine:
         self._slots = SlotTable(runner.cache, num_slots=max_batch_size, max_length=max_context_tokens)
         self._waiting: deque[Request] = deque()
         self._request_ids: set[str] = set()
-        self.weights = ModelWeights(runner.model, version=weight_version)
+        self.weights = weights or ModelWeights(runner.model, version=weight_version)
         self._scorer = Scorer(runner, self._slots, self.weights, max_prefill_tokens=max_prefill_tokens)
         self._max_prefill_tokens = max_prefill_tokens
         self._busy = Stopwatch()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from driftgym.agents.generators.embedded.engine import Engine, PauseMode
 from driftgym.agents.generators.embedded.requests import Answer, ScoreAnswer, WeightsOrder
+from driftgym.agents.generators.embedded.weights import WeightsRefusedError
 from driftgym.types import Int32Array, SamplingParams
 
 _TURNS_PER_STEP = 3  # of the asyncio loop: a request passes through several before it is submitted
@@ -107,3 +108,11 @@ class EngineLoop:
             finally:
                 self.engine.accepts_waiting = True
                 self._wake.set()
+
+    async def name_weights(self, version: str) -> None:
+        """Takes the weights that are in its memory by their name.
+
+        Raises:
+            WeightsRefusedError: nobody else in this process changes them, or they are others.
+        """
+        raise WeightsRefusedError(f"weights {version} are not in the memory of this server: send them from disk")

@@ -121,6 +121,14 @@ def parse_weights(body: Mapping[str, Any]) -> tuple[WeightsOrder, bool]:
     return order, flush_cache
 
 
+def parse_version(body: Mapping[str, Any]) -> str:
+    """The name of the weights in memory that `body` asks for. Raises BadRequestError."""
+    version = body.get("weight_version")
+    if not isinstance(version, str) or body.get("flush_cache", True) is not True:
+        raise BadRequestError("give weight_version (a string); the cache is always flushed")
+    return version
+
+
 def _parse_sampling(params: Any) -> SamplingParams:
     if not isinstance(params, dict):
         raise BadRequestError("sampling_params: must be an object")

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
@@ -24,7 +24,7 @@ from driftgym.agents.generators.embedded import protocol
 from driftgym.agents.generators.embedded.engine import Engine
 from driftgym.agents.generators.embedded.loop import EngineLoop
 from driftgym.agents.generators.embedded.model import ModelRunner, load_model
-from driftgym.agents.generators.embedded.weights import WeightsRefusedError, kinds_of_weights
+from driftgym.agents.generators.embedded.weights import WeightsRefusedError
 from driftgym.errors import ConfigError
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -33,6 +33,8 @@ _EXIT_GRACE_S = 5.0
 _MAX_PREFILL_TOKENS = 8192
 _MIN_PREFILL_TOKENS = 256
 _STEP_FLOP = 1e11  # one to five seconds of one core
+
+_AnyEngine = TypeVar("_AnyEngine", bound=Engine)
 
 
 class GeneratorServer:
@@ -51,6 +53,7 @@ class GeneratorServer:
         application.router.add_post("/pause_generation", self._pause)
         application.router.add_post("/continue_generation", self._continue)
         application.router.add_post("/update_weights_from_disk", self._update_weights)
+        application.router.add_post("/update_weights_from_tensor", self._name_weights)
         application.router.add_get("/health", self._health)
         application.router.add_get("/model_info", self._model_info)
         application.router.add_get("/server_info", self._server_info)
@@ -99,6 +102,14 @@ class GeneratorServer:
             return _json({"success": False, "message": str(error)}, status=400)
         return _json({"success": True, "message": f"Weight version updated to {order.version}."})
 
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        version = protocol.parse_version(protocol.parse_body(await request.read()))
+        try:
+            await self._loop.name_weights(version)
+        except WeightsRefusedError as error:
+            return _json({"success": False, "message": str(error)}, status=400)
+        return _json({"success": True, "message": f"Weight version updated to {version}."})
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -108,7 +119,8 @@ class GeneratorServer:
                 "model_path": self._model_path,
                 "weight_version": self._engine.version,
                 "base_weight_version": self._engine.weights.base_version,
-                "weight_kinds": kinds_of_weights(),
+                "weight_kinds": self._engine.weights.kinds,
+                "weight_transports": self._engine.weights.transports,
                 "max_context_tokens": self._engine.max_context_tokens,
                 "vocab_size": self._engine.vocab_size,
             }
@@ -173,17 +185,49 @@ def serve(
         raise ConfigError("max_batch_size, max_context_tokens and num_threads must be at least 1")
     torch.set_num_threads(num_threads)
     module = load_model(model, device=device, dtype=dtype)
+    engine = make_engine(
+        Engine,
+        module,
+        model_path=model,
+        max_batch_size=max_batch_size,
+        max_context_tokens=max_context_tokens,
+        weight_version=weight_version,
+    )
+    asyncio.run(_serve(engine, model_path=model, host=host, port=port, exit_with_stdin=exit_with_stdin))
+
+
+def make_engine(
+    kind: type[_AnyEngine],
+    module: Any,
+    *,
+    model_path: str,
+    max_batch_size: int,
+    max_context_tokens: int,
+    weight_version: str,
+) -> _AnyEngine:
+    """An engine over a transformers model.
+
+    Args:
+        kind: `Engine`, or one like it.
+        module: the model; not copied.
+        model_path: how errors call it.
+        max_batch_size, max_context_tokens, weight_version: see `serve`.
+
+    Raises:
+        ConfigError: the model does not take so many tokens, or cannot be served.
+    """
     longest = getattr(module.config.get_text_config(), "max_position_embeddings", max_context_tokens)
     if max_context_tokens > longest:
-        raise ConfigError(f"{model}: max_context_tokens is {max_context_tokens}, the model takes at most {longest}")
-    engine = Engine(
+        raise ConfigError(
+            f"{model_path}: max_context_tokens is {max_context_tokens}, the model takes at most {longest}"
+        )
+    return kind(
         ModelRunner(module, num_slots=max_batch_size, max_context_tokens=max_context_tokens),
         max_batch_size=max_batch_size,
         max_context_tokens=max_context_tokens,
         weight_version=weight_version,
         max_prefill_tokens=_max_prefill_tokens(module),
     )
-    asyncio.run(_serve(engine, model_path=model, host=host, port=port, exit_with_stdin=exit_with_stdin))
 
 
 def _max_prefill_tokens(module: Any) -> int:
@@ -203,7 +247,7 @@ async def _serve(engine: Engine, *, model_path: str, host: str, port: int, exit_
         if exit_with_stdin:
             _watch_stdin(asyncio.get_running_loop(), stop)
         print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
-        await _run_until(stop, loop)
+        await run_until(stop, loop)
 
 
 @contextlib.asynccontextmanager
@@ -232,7 +276,7 @@ async def listening(loop: EngineLoop, *, model_path: str, host: str = "127.0.0.1
         await runner.cleanup()
 
 
-async def _run_until(stop: asyncio.Event, loop: EngineLoop) -> None:
+async def run_until(stop: asyncio.Event, loop: EngineLoop) -> None:
     """Runs the engine until `stop` is set; raises what the engine raises."""
     running = asyncio.create_task(loop.run())
     stopping = asyncio.create_task(stop.wait())

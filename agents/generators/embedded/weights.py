@@ -67,6 +67,16 @@ class ModelWeights:
         return self._base_version
 
     @property
+    def kinds(self) -> list[str]:
+        """The kinds of weights that it takes from folders."""
+        return kinds_of_weights()
+
+    @property
+    def transports(self) -> list[str]:
+        """How weights come here, as `WeightUpdate.transport` names it."""
+        return ["disk"]
+
+    @property
     def versions(self) -> list[str]:
         """The names of all that it has had, by epoch."""
         return self._versions

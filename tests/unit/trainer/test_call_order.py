@@ -16,10 +16,12 @@ class Calls:
     def __init__(self) -> None:
         self.order = CallOrder()
         self.seen: list[str] = []
+        self.begun = asyncio.Event()
 
     def submit(self, name: str, *, error: Exception | None = None, is_repeated: bool = False) -> asyncio.Future[str]:
         async def call() -> str:
             self.seen.append(f"{name} begins")
+            self.begun.set()
             await asyncio.sleep(0.001)
             self.seen.append(f"{name} ends")
             if error is not None:
@@ -60,8 +62,7 @@ async def test_whoever_stops_waiting_takes_nothing_back() -> None:
 async def test_a_close_lets_the_running_call_end_and_does_no_other() -> None:
     calls = Calls()
     running, waiting = calls.submit("a"), calls.submit("b")
-    while not calls.seen:
-        await asyncio.sleep(0)
+    await calls.begun.wait()
     calls.order.stop()
     await calls.order.settle()
     assert running.result() == "a"

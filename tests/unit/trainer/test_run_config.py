@@ -46,6 +46,35 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["trainer.mode=sync", "trainer.max_lag=8"], "trainer: mode sync needs max_lag: 0"),
+        (
+            ["trainer.mode=one_step_off", "trainer.max_lag=2"],
+            "mode one_step_off needs max_lag: 1, publish_every_steps: 1",
+        ),
+        (["trainer.mode=one_step_off", "trainer.publish_every_steps=2"], "mode one_step_off needs max_lag: 1"),
+        (
+            ["trainer.placement=colocated", "trainer.weight_update=in_flight"],
+            "placement colocated needs weight_update: d",
+        ),
+        (
+            ["trainer.placement=colocated", "trainer.publish_every_steps=2"],
+            "placement colocated needs weight_update: dr",
+        ),
+        (
+            ["trainer.placement=colocated", "generator.keep_kv=true"],
+            "keep_kv goes with trainer.weight_update: in_flight",
+        ),
+        (["trainer.placement=colocated", "generator.num_servers=2"], "set generator.num_servers from 2 to 1"),
+        (["trainer.placement=colocated", "generator.device=cuda"], "set generator.device from cuda to cpu"),
+        (
+            ["trainer.placement=colocated", "generator.kind=sglang", "generator.urls=[http://localhost:1]"],
+            "colocated goes with generator.kind: embedded",
+        ),
+        (["trainer.placement=beside"], "trainer.placement"),
+        (["generator.iteration_tokens=8", "trainer.mode=sync"], "set trainer.max_lag to 1 at least"),
+        (
+            ["generator.iteration_tokens=8", "trainer.max_lag=0", "trainer.publish_every_steps=1"],
+            "set trainer.max_lag to 1 at least",
+        ),
         (["trainer.mode=sync", "trainer.weight_update=in_flight"], "trainer: mode sync needs max_lag: 0"),
         (["trainer.mode=snyc"], "trainer.mode"),
         (["trainer.mode=sync", "trainer.on_lag=mask"], "goes with on_lag: wait"),
@@ -90,6 +119,18 @@ def test_the_mode_sync_settles_what_is_not_given(tmp_path: Path, given: list[str
     trainer = load(tmp_path, "trainer.mode=sync", *given).trainer
     assert (trainer.max_lag, trainer.weight_update, trainer.publish_every_steps) == (0, "drain", 1)
     assert load(tmp_path).trainer.max_lag > 0
+
+
+@pytest.mark.parametrize("update", ["drain", "abort_resume", "in_flight"])
+def test_one_step_off_settles_what_is_not_given(tmp_path: Path, update: str) -> None:
+    trainer = load(tmp_path, "trainer.mode=one_step_off", f"trainer.weight_update={update}").trainer
+    assert (trainer.max_lag, trainer.weight_update, trainer.publish_every_steps) == (1, update, 1)
+
+
+@pytest.mark.parametrize(("mode", "max_lag"), [("sync", 0), ("one_step_off", 1), ("async", 8)])
+def test_colocated_settles_what_is_not_given_in_each_mode(tmp_path: Path, mode: str, max_lag: int) -> None:
+    trainer = load(tmp_path, "trainer.placement=colocated", f"trainer.mode={mode}").trainer
+    assert (trainer.max_lag, trainer.weight_update, trainer.publish_every_steps) == (max_lag, "drain", 1)
 
 
 def test_a_resolved_configuration_comes_back_the_same(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Steps of several passes: the same gradients as in one, one objective each, and nothing half applied."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -46,7 +47,7 @@ def segments(make_segment):
 
 def parts_of(segments, cuts):
     bounds = [0, *cuts, len(segments)]
-    return [segments[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [segments[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def with_nan(segment):

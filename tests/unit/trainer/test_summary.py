@@ -2,6 +2,7 @@
 
 import pytest
 
+from driftgym.agents.tool_meter import ToolMeter
 from driftgym.trainer.summary import LengthRatio, RunClock, ratio_at_lag0, reward_windows
 from driftgym.trainer.tally import Tally
 
@@ -38,6 +39,27 @@ def test_time_goes_on_over_the_lives_of_a_run() -> None:
     clock.start_loop()
     clock.end_loop()
     assert clock.loop_s == pytest.approx(80.0, abs=0.5)
+
+
+def test_the_time_of_tools_is_that_of_the_loop_alone_and_goes_on_over_the_lives_of_a_run() -> None:
+    tools = ToolMeter()
+    with tools.running():
+        before = tools.time
+        clock = RunClock({"loop_s": 10.0, "tool_busy_s": 2.0, "tool_running_s": 6.0})
+        assert (clock.tool_busy_fraction, clock.tools_running_mean) == pytest.approx((0.2, 0.6))
+        clock.start_loop(tools=tools)
+        clock.end_loop()
+    row = clock.row()
+    assert 2.0 < row["tool_busy_s"] < 2.0 + tools.time.busy_s - before.busy_s
+    assert row["tool_running_s"] - 6.0 == pytest.approx(row["tool_busy_s"] - 2.0)
+    assert clock.row()["tool_busy_s"] == row["tool_busy_s"], "the loop has ended"
+
+
+def test_tools_that_nobody_measures_have_no_share() -> None:
+    clock = RunClock({})
+    clock.start_loop()
+    clock.end_loop()
+    assert (clock.tool_busy_fraction, clock.tools_running_mean) == (None, None)
 
 
 def test_the_length_ratio_goes_on_over_the_lives_of_a_run() -> None:

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 
 from driftgym.config import Limits, parse_config
-from driftgym.errors import ConfigError, TrainingError
+from driftgym.errors import ConfigError, NotDoneError, TrainingError
 from driftgym.trainer.learner import Learner
-from driftgym.trainer.training_client import LearnerConfig, ModelConfig, ProcessTrainingClient, WarmupConfig
+from driftgym.trainer.training_client import (
+    LearnerConfig,
+    ModelConfig,
+    ProcessTrainingClient,
+    WarmupConfig,
+    train_step,
+)
 
 _LIMITS = Limits(learner_s=60.0, close_s=5.0)
 
@@ -50,14 +56,14 @@ async def test_a_run_of_calls(learner_spec, segments, tmp_path):
     client = await ProcessTrainingClient.start(spec, limits=_LIMITS)
     assert (await client.warm_up(segments))["warmup_num_steps"] == 2.0
     first = await client.publish(tmp_path / "weights")
-    report = await client.train_step(segments)
+    report = await train_step(client, segments)
     assert report.policy_version == 1
     assert (await client.publish(tmp_path / "weights")).checksum != first.checksum
     await client.save(tmp_path / "1")
     with pytest.raises(TrainingError, match="not 7"):
         await client.load(tmp_path / "1", policy_version=7)
     await client.load(tmp_path / "1", policy_version=1)
-    assert (await client.train_step([])).policy_version == 2
+    assert (await train_step(client, [])).policy_version == 2
     await client.close()
     assert _is_gone(client.pid)
 
@@ -67,11 +73,11 @@ async def test_errors_of_a_step_leave_a_learner_that_goes_on(learner_spec, segme
     client = await ProcessTrainingClient.start(learner_spec(), limits=_LIMITS)
     bad = dataclasses.replace(segments[0], advantages=np.full_like(segments[0].advantages, math.nan))
     with pytest.raises(TrainingError, match="t0"):
-        await client.train_step([bad, *segments[1:]])
+        await train_step(client, [bad, *segments[1:]])
     unknown_token = dataclasses.replace(segments[0], token_ids=np.full_like(segments[0].token_ids, 10_000))
-    with pytest.raises(TrainingError, match="train_step failed"):
-        await client.train_step([unknown_token])
-    there = await client.train_step(segments)
+    with pytest.raises(TrainingError, match="forward_backward failed"):
+        await train_step(client, [unknown_token])
+    there = await train_step(client, segments)
     await client.close()
     assert there.policy_version == 1
     here = Learner(learner_spec()).train_step(segments)
@@ -81,23 +87,25 @@ async def test_errors_of_a_step_leave_a_learner_that_goes_on(learner_spec, segme
 
 async def test_killed_in_the_middle_of_a_step(learner_spec, make_segment):
     client = await ProcessTrainingClient.start(learner_spec(micro_batch_tokens=1), limits=_LIMITS)
-    step = asyncio.create_task(client.train_step([make_segment(seed=index) for index in range(2000)]))
+    step = asyncio.create_task(train_step(client, [make_segment(seed=index) for index in range(2000)]))
     await asyncio.sleep(0.5)
     assert not step.done()
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(TrainingError, match="the learner is gone"):
         await step
-    with pytest.raises(TrainingError, match="the learner is gone"):
-        await client.train_step([])
+    with pytest.raises(NotDoneError, match=r"was not done: the learner is gone: learner \(pid \d+\) ended"):
+        await train_step(client, [])
     await client.close()
 
 
 @pytest.mark.slow
-async def test_a_step_past_its_deadline_kills_the_learner(learner_spec, make_segment):
+async def test_a_step_past_its_deadline_kills_the_learner(learner_spec, make_segment, tmp_path):
     client = await ProcessTrainingClient.start(learner_spec(micro_batch_tokens=1), limits=_LIMITS)
     hasty = ProcessTrainingClient(client._process, Limits(learner_s=0.3, close_s=5.0))
     with pytest.raises(TrainingError, match=r"limits\.learner_s = 0\.3"):
-        await hasty.train_step([make_segment(seed=index) for index in range(2000)])
+        await train_step(hasty, [make_segment(seed=index) for index in range(2000)])
+    with pytest.raises(NotDoneError, match=r"publish was not done: the learner did not finish forward_backward"):
+        await hasty.publish(tmp_path)
     await hasty.close()
     assert _is_gone(client.pid)
 
