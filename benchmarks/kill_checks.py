@@ -172,12 +172,15 @@ def replay(evidence: Evidence) -> list[dict[str, Any]]:
         batch_segments(each, method=config.trainer.advantage, credit=config.trainer.credit) for each in evidence.steps
     ]
     worst = 0.0
+    first = {name: tensor.detach().clone() for name, tensor in learner.weights()}
     for now, segments in enumerate(batches):
         scorer.load_state_dict(dict(learner.weights()), strict=False)
         written = [s for each in batches[now:] for s in each if (s.policy_versions[s.loss_mask] == now).any()]
         worst = max(worst, logprob_difference(scorer, written, version=now, temperature=config.agent.temperature))
         learner.train_step(segments)
+    has_moved = any(not torch.equal(first[name], tensor) for name, tensor in learner.weights())
     return [
+        budget("replays that changed no weight, and show nothing", int(not has_moved)),
         budget("largest difference of a log-prob from the replay's", worst, MAX_LOGPROB_DIFFERENCE),
         budget(
             "largest difference of a weight from the replay's",

@@ -11,7 +11,7 @@ The final reward is `reward_last_mean` of the summary, of the last tenth of the 
 lie in the 95 % prediction interval of undisturbed runs of other seeds: their mean, plus or minus t·s·sqrt(1 + 1/n).
 All begin with the weights of one supervised warm-up.
 
-    python benchmarks/kills.py [--quick] [--json PATH] [--seed N] [--undisturbed N] [--folder PATH]
+    python benchmarks/kills.py [--quick] [--json PATH] [--seed N] [--undisturbed N] [--phases start,close]
 """
 
 import argparse
@@ -60,17 +60,25 @@ class Plan:
     """How much is done."""
 
     phases: Mapping[Target, Sequence[Phase]]
-    max_steps: int
     num_undisturbed: int
     warmup: Sequence[str]
 
+    @property
+    def num_kills(self) -> int:
+        """In all."""
+        return sum(map(len, self.phases.values()))
 
-FULL = Plan(phases=PHASES, max_steps=80, num_undisturbed=5, warmup=("warmup.num_steps=300",))
+    @property
+    def max_steps(self) -> int:
+        """So many that the run is not over before the last kill: each may have two steps waited for and done again."""
+        return 4 * self.num_kills
+
+
+FULL = Plan(phases=PHASES, num_undisturbed=5, warmup=("warmup.num_steps=300",))
 QUICK = Plan(
     phases=QUICK_PHASES,
-    max_steps=16,
     num_undisturbed=0,
-    warmup=("warmup.num_steps=60", "demonstrations.num_episodes=300"),
+    warmup=("warmup.num_steps=150", "demonstrations.num_episodes=600"),
 )
 
 
@@ -187,17 +195,16 @@ def reward_budget(reward: float, undisturbed: Sequence[float]) -> dict[str, Any]
     )
 
 
-def measure(folder: Path, plan: Plan, *, seed: int) -> dict[str, Any]:
+def measure(folder: Path, plan: Plan, *, seed: int, model: Path | None) -> dict[str, Any]:
     """Everything."""
     started = time.monotonic()
     bench = Bench(folder, plan)
-    model = bench.warm_up()
+    model = bench.warm_up() if model is None else model.resolve()
     run, kills = bench.killed(model, seed=seed)
     evidence = Evidence.of(run.run_dir)
     summary = json.loads((run.run_dir / "summary.json").read_text(encoding="utf-8"))
-    num_planned = sum(map(len, plan.phases.values()))
     budgets = [
-        budget("kills that did not come about", num_planned - len(kills)),
+        budget("kills that did not come about", plan.num_kills - len(kills)),
         budget("exit codes that no kill explains", len(run.strange)),
         budget("processes and locks left behind", len(run.left)),
         *checks(evidence),
@@ -251,6 +258,15 @@ def lost_steps(run_dir: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What was asked for."""
+    plan = QUICK if arguments.quick else FULL
+    chosen = arguments.phases.split(",") if arguments.phases else None
+    phases = {target: [p for p in names if chosen is None or p in chosen] for target, names in plan.phases.items()}
+    num = plan.num_undisturbed if arguments.undisturbed is None else arguments.undisturbed
+    return Plan(phases=phases, num_undisturbed=num, warmup=plan.warmup)
+
+
 def main() -> None:
     """Measures, prints, and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -258,17 +274,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--seed", type=int, default=0, help="draws the moments")
     parser.add_argument("--undisturbed", type=int, help="how many runs the final reward is compared with")
+    parser.add_argument("--phases", help="only kills at these moments, as start,close")
+    parser.add_argument("--model", type=Path, help="weights to begin with, in the place of a warm-up's")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; not there yet")
     arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else FULL
-    if arguments.undisturbed is not None:
-        plan = Plan(
-            phases=plan.phases, max_steps=plan.max_steps, num_undisturbed=arguments.undisturbed, warmup=plan.warmup
-        )
+    plan = plan_of(arguments)
     with tempfile.TemporaryDirectory(prefix="driftgym-kills-") as temporary:
         folder = (arguments.folder or Path(temporary) / "runs").resolve()
         folder.mkdir(parents=True)
-        result = measure(folder, plan, seed=arguments.seed)
+        result = measure(folder, plan, seed=arguments.seed, model=arguments.model)
     print(json.dumps(result["figures"], indent=1))
     for line in result["budgets"]:
         print(

@@ -1,5 +1,4 @@
-"""The modes of training against each other, with slow tools: sync, one-step-off, async; and the ways in which generators
-take new weights.
+"""The modes of training against each other, with slow tools: sync, one-step-off, async; and how weights are taken.
 
 Lookup-v0 at the quickstart's level, its model and its objective, with tools of 0 to 5 s and a heavy tail (see
 slow_lookup.py). Each run ends a little after the reward of ten steps was 0.8. A cell that is in the file of results is

@@ -13,8 +13,8 @@ _STYLES = {"drain": "-", "abort_resume": "--", "in_flight": ":"}
 Row = Mapping[str, Any]
 
 _HEADER = (
-    "| mode | max_lag | weights | episodes in flight | episodes/s | generator idle | trainer idle | lag: mean, p99, max "
-    "| steps | s to 0.8 |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| mode | max_lag | weights | episodes in flight | episodes/s | generator idle | trainer idle "
+    "| lag: mean, p99, max | steps | s to 0.8 |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

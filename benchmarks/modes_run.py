@@ -87,8 +87,8 @@ def config_of(cell: Cell, *, base: Path, run_dir: Path, seed: int) -> RunConfig:
 
 
 class StopsAtGoal:
-    """Plays groups, and stops the run once the reward of the last `WINDOW` steps' worth of them is well above `GOAL`, or
-    so many were played. A run that its `max_steps` ends would play ever fewer at once before, and idle."""
+    """Plays groups, and stops the run once the reward of the last `WINDOW` steps' worth of them is well above `GOAL`,
+    or so many were played. A run that its `max_steps` ends would play ever fewer at once before, and idle."""
 
     def __init__(self, play: PlayGroup, stop: Stop, *, max_groups: int) -> None:
         """Implements `PlayGroup` with `play`."""

@@ -1,7 +1,7 @@
 """`driftgym/Lookup-v0` whose tools take their time, for benchmarks: its id is `slow_lookup:SlowLookup-v0`.
 
-How long the calls of an episode take follows from the episode's seed, so that whoever plays the same tasks waits for the
-same tools:
+How long the calls of an episode take follows from the episode's seed, so that whoever plays the same tasks waits for
+the same tools:
 
 - `instant`: no time;
 - `constant`: 0.5 s;

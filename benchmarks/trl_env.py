@@ -34,7 +34,7 @@ class LookupTools:
         self.results: list[tuple[str, str]] = []
 
     def reset(self, *, seed: int, **_: Any) -> str:
-        """The question of `seed`; TRL gives every column of the data set, and puts the answer into the user's message."""
+        """The question of `seed`; TRL gives every column, and puts what this returns into the prompt."""
         self.world = draw_world(seed=seed, level="one_call", num_people=NUM_PEOPLE)
         self.results = []
         self._store = Store()

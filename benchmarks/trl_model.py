@@ -1,9 +1,9 @@
 """The model of `trl_side_by_side.py`: the quickstart's Qwen3 of 0.46 M parameters, with TRL's own Qwen3 chat template.
 
-The template is read from the installed TRL, to the letter: TRL reads calls of templates that it ships alone. It writes a
-system message of 1,500 characters, which would be most of what so small a model computes; so each constant stretch of it
-is one token of the tokenizer. What the model writes is in ordinary tokens. A warm-up on the environment's oracle teaches
-the form of a call; the oracle takes the right tool in 15 % of the cases.
+The template is read from the installed TRL, to the letter: TRL reads calls of templates that it ships alone. It writes
+a system message of 1,300 characters, which would be most of what so small a model computes; so each constant stretch of
+it is one token of the tokenizer. What the model writes is in ordinary tokens. A warm-up on the environment's oracle
+teaches the form of a call; the oracle takes the right tool in 15 % of the cases.
 """
 
 import argparse

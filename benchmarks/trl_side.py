@@ -84,7 +84,7 @@ def training_data(*, num_steps: int, seed: int) -> Dataset:
 
 
 def grpo_config(folder: Path, *, num_steps: int, seed: int, is_continuous: bool) -> GRPOConfig:
-    """One step takes all that is generated at once: nothing is scored a second time, and `generate` has large batches."""
+    """One step takes all that is generated at once: nothing is scored twice, and `generate` has large batches."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=num_steps,

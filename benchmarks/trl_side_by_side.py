@@ -39,7 +39,7 @@ class Plan:
 
 
 FULL = Plan(warmup_steps=300, steps={"constant": (8, 8), "heavy_tail": (8, 8), "instant": (200, 200)})
-QUICK = Plan(warmup_steps=120, steps={"constant": (1, 8), "instant": (4, 8)})
+QUICK = Plan(warmup_steps=100, steps={"constant": (1, 8), "instant": (4, 8)})
 
 
 class Sides:
@@ -84,8 +84,8 @@ def environment() -> dict[str, str]:
 
 
 def faster_threads(sides: Sides) -> int:
-    """TRL's best number of torch threads here: of each it makes three steps with instant tools."""
-    rates = {threads: sides.trl("instant", steps=3, threads=threads)["episodes_per_s"] for threads in THREADS}
+    """TRL's best number of torch threads here: of each it makes two steps with instant tools."""
+    rates = {threads: sides.trl("instant", steps=2, threads=threads)["episodes_per_s"] for threads in THREADS}
     return max(rates, key=lambda threads: rates[threads])
 
 

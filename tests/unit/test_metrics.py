@@ -276,6 +276,15 @@ def test_rows_that_a_kill_left_in_both_files_are_moved_once(tmp_path: Path) -> N
     assert lost.read_bytes() == b'{"step": 9}\n{"step": 2}\n{"step": 3}\n'
 
 
+def test_a_row_is_among_the_lost_ones_once_also_when_more_are_lost_after_the_kill(tmp_path: Path) -> None:
+    path, lost = tmp_path / "m.jsonl", tmp_path / "lost.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    lost.write_bytes(b'{"step": 3}\n')
+    assert split_lost_rows(path, lost, last_step=1) == 2
+    assert lost.read_bytes() == b'{"step": 3}\n{"step": 2}\n'
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lost.jsonl", "m.jsonl"]
+
+
 def test_figures_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "m.jsonl")
     writer.write({"step": 1, "a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": float("-inf")}})

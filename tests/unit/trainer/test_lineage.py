@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,46 @@ async def test_a_damaged_newest_checkpoint_is_set_aside_for_good(tmp_path: Path,
     assert not damaged.exists()
     assert (tmp_path / "checkpoints" / ".lost-00000003").is_dir()
     assert [row.group.group_id for row in lineage.restored] == ["g000002"], "written by version 2, which stands"
+
+
+async def test_a_checkpoint_that_was_replaced_by_a_file_is_set_aside_twice(tmp_path: Path, journal: Journal) -> None:
+    """The second time over the first."""
+    for content in ("x", "y"):
+        await steps(tmp_path, journal, 2)
+        replaced = tmp_path / "checkpoints" / "00000002"
+        shutil.rmtree(replaced)
+        replaced.write_text(content)
+        assert take_up(tmp_path, journal, RULE, say=print).policy_version == 1
+        assert (tmp_path / "checkpoints" / ".lost-00000002").read_text() == content
+        take_back(tmp_path, journal)
+
+
+def take_back(run_dir: Path, journal: Journal) -> None:
+    """To the beginning."""
+    shutil.rmtree(run_dir / "checkpoints" / "00000001")
+    take_up(run_dir, journal, RULE, say=print)
+
+
+async def test_what_a_killed_writer_left_of_a_checkpoint_is_removed(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 1)
+    (tmp_path / "checkpoints" / ".partial-00000007" / "learner").mkdir(parents=True)
+    take_up(tmp_path, journal, RULE, say=print)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
+
+
+async def test_without_a_complete_checkpoint_nothing_is_rolled_back(tmp_path: Path, journal: Journal) -> None:
+    await steps(tmp_path, journal, 3)
+    for number in (2, 3):
+        (tmp_path / "checkpoints" / f"{number:08d}" / "manifest.json").write_text("{}")
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"no checkpoint is complete: .*00000003.*; .*00000002.*Put one back"):
+        take_up(tmp_path, journal, RULE, say=said.append)
+    assert said == []
+    assert journal.last_step() == 3
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["00000002", "00000003"]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert take_up(tmp_path, journal, RULE, say=said.append).policy_version == 0
+    assert journal.last_step() == 0
 
 
 async def test_without_a_checkpoint_a_run_begins_anew_with_the_same_tasks(tmp_path: Path, journal: Journal) -> None:
