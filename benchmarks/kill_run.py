@@ -7,6 +7,7 @@ This process adopts what a killed run leaves behind (it is a subreaper), so that
 import ctypes
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/quickstart.yaml"
 MODULES = {"learner": "driftgym.trainer.learner", "generator": "driftgym.agents.generators.embedded.server"}
 SPREAD_S: Mapping[Phase, float] = {
-    "start": 1.0,  # times the time that a start takes
+    "start": 1.0,  # times the shortest that a start has taken
     "any": 2.0,
     "checkpoint": 0.03,
     "weights": 0.02,
@@ -101,7 +102,8 @@ class KilledRun:
         self._process: subprocess.Popen[bytes] | None = None
         self._incarnation_before = 0
         self._begun_at = 0.0
-        self._start_s: float | None = None
+        self._start_s = math.inf
+        self._is_starting = False
         _become_subreaper()
 
     def strike(self, moment: Moment) -> Kill | None:
@@ -149,7 +151,7 @@ class KilledRun:
         rows = [row for name in ("metrics", "metrics.lost") for row in read_rows(self.run_dir / f"{name}.jsonl")]
         self._incarnation_before = max((int(row["incarnation"]) for row in rows), default=0)
         self.num_lives += 1
-        self._begun_at = time.monotonic()
+        self._begun_at, self._is_starting = time.monotonic(), True
         with self._log.open("ab") as log:
             log.write(f"--- life {self.num_lives}: driftgym train {' '.join(words)}\n".encode())
             log.flush()
@@ -175,7 +177,7 @@ class KilledRun:
         """Waits until `moment` has come. False when the run ended first."""
         spread_s = SPREAD_S[moment.phase] * moment.share
         if moment.phase == "start":
-            spread_s *= self._start_s or 5.0
+            spread_s *= self._start_s if math.isfinite(self._start_s) else 5.0
         else:
             self._wait_steps(moment.num_steps, process)
         if not self._wait(self._event(moment, process), process):
@@ -202,8 +204,9 @@ class KilledRun:
         """Waits for so many rows more, and for one of this life at least."""
         done = self._num_own_rows()
         self._wait(lambda: self._num_own_rows() >= max(1, done + num_steps), process, poll_s=0.02)
-        if self._start_s is None:
-            self._start_s = time.monotonic() - self._begun_at
+        if self._is_starting:
+            self._is_starting = False
+            self._start_s = min(self._start_s, time.monotonic() - self._begun_at)
 
     def _num_own_rows(self) -> int:
         """The rows that the life in progress wrote."""

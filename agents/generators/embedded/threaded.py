@@ -48,6 +48,8 @@ class EngineThread:
         Raises:
             ConfigError: it cannot listen.
         """
+        # A thread that has not asked for its number of threads yet takes the one that any thread set last.
+        torch.get_num_threads()
         started = cls(engine, model_path=model_path, num_threads=num_threads)
         started._thread.start()
         started._url.result()
@@ -82,6 +84,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._num_threads)
+            torch.get_num_threads()
             asyncio.run(self._serve())
         except ConfigError as error:
             self._url.set_exception(error)

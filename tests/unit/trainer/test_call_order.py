@@ -83,3 +83,16 @@ async def test_only_errors_that_are_said_nowhere_else_are_logged() -> None:
     await calls.submit("d")
     gc.collect()
     assert [str(context["exception"]) for context in contexts] == ["said by nobody"]
+
+
+async def test_a_call_knows_whether_another_one_waits_for_its_end() -> None:
+    calls = CallOrder()
+    seen: list[bool] = []
+
+    async def look() -> None:
+        await asyncio.sleep(0)
+        seen.append(calls.is_followed)
+
+    await asyncio.gather(*(calls.submit(look, name=f"{index}") for index in range(3)))
+    await calls.submit(look, name="alone")
+    assert seen == [True, True, False, False]

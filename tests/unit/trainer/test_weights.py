@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftgym.trainer.adapters import Adapter
-from driftgym.trainer.publications import RECORD_FILE, read_publication, remove_unused
+from driftgym.trainer.publications import RECORD_FILE, is_published, read_publication, remove_unused, write_record
 from driftgym.trainer.weights import ADAPTER_FILE, DELTA_FILE, WEIGHTS_FILE, WeightPublisher
 from driftgym.types import WeightUpdate
 
@@ -62,6 +62,22 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["1-10", "1-9"]
     publisher(tmp_path, incarnation=2).publish(weights(3), 3)
     assert names(tmp_path) == ["1-10", "2-3"]
+
+
+def test_a_version_is_published_once_a_whole_model_of_it_stands_of_whichever_life(tmp_path: Path) -> None:
+    def write(name: str, version: int, **fields: Any) -> None:
+        (tmp_path / name).mkdir()
+        update = WeightUpdate(policy_version=version, incarnation=1, location=name, checksum="sha256:0", **fields)
+        write_record(tmp_path / name, update)
+
+    assert not is_published(tmp_path / "absent", policy_version=5)
+    write("1-5", 5, kind="delta", base_policy_version=4)
+    write(".partial-2-5", 5)
+    (tmp_path / "3-5").mkdir()
+    assert not is_published(tmp_path, policy_version=5)
+    write("2-5", 5)
+    assert is_published(tmp_path, policy_version=5)
+    assert not is_published(tmp_path, policy_version=15)
 
 
 def test_a_version_published_again_replaces_the_earlier_one(tmp_path: Path) -> None:
