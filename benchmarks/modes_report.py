@@ -34,7 +34,8 @@ def write_page(rows: Sequence[Row], *, page: Path) -> None:
     parts = page.read_text(encoding="utf-8").split(MARK)
     if len(parts) != 3:
         raise SystemExit(f"{page}: has not exactly two lines {MARK}")
-    page.write_text(f"{parts[0]}{MARK}\n\n{table(rows)}\n\n{MARK}{parts[2]}", encoding="utf-8")
+    picture = f"![Reward over wall time by mode; idle generators over the episodes in flight]({PICTURE})"
+    page.write_text(f"{parts[0]}{MARK}\n\n{table(rows)}\n\n{picture}\n\n{MARK}{parts[2]}", encoding="utf-8")
     draw(rows, page.with_name(PICTURE))
 
 

@@ -91,7 +91,7 @@ class StopsAtGoal:
     or so many were played. A run that its `max_steps` ends would play ever fewer at once before, and idle."""
 
     def __init__(self, play: PlayGroup, stop: Stop, *, max_groups: int) -> None:
-        """Implements `PlayGroup` with `play`."""
+        """Implements `PlayGroup` with `play`. The step that `max_groups` is in is not trained."""
         self._play = play
         self._stop = stop
         self._num_left = max_groups
@@ -124,7 +124,7 @@ async def _run(cell: Cell, *, base: Path, folder: Path, max_steps: int, seed: in
 
         async def start(request: StartRequest, parts_stack: contextlib.AsyncExitStack) -> Parts:
             parts = await start_parts(prepared, request, parts_stack)
-            play = StopsAtGoal(parts.play, stop, max_groups=max_steps * GROUPS_PER_STEP)
+            play = StopsAtGoal(parts.play, stop, max_groups=max_steps * GROUPS_PER_STEP + 1)
             return dataclasses.replace(parts, play=play)
 
         result = await live(config, make_run_dir(config), stop=stop, start=start)
