@@ -15,7 +15,8 @@ from driftgym.sandboxes.docker_settings import container_settings
 from driftgym.sandboxes.docker_stream import AttachedStream
 
 _logger = logging.getLogger(__name__)
-_NUM_LOOKS = 5
+_NUM_LOOKS = 8
+_NUM_LOOKS_AT_END = 3
 _LOOK_PAUSE_S = 0.1
 """The stream of a container ends a little before the engine has noted why."""
 _LOOK_TIMEOUT_S = 2.0
@@ -120,16 +121,21 @@ class Container:
             SandboxError: the engine does not answer.
         """
         filters = json.dumps({"container": [self.container_id], "event": ["oom", "die"]})
+        num_looks_at_end = 0
         for _ in range(_NUM_LOOKS):
             until = f"{time.time():.9f}"
             answer = await self.engine.request(
                 "GET", "/events", timeout_s=_LOOK_TIMEOUT_S, since="0", until=until, filters=filters
             )
             events = [json.loads(line) for line in answer.body.splitlines() if line.strip()]
-            times_ns = {event["Action"]: event["timeNano"] for event in events}
-            if times_ns:
+            times_ns = {event["Action"]: int(event["timeNano"]) for event in events}
+            if "oom" in times_ns:
                 # An earlier one took a command, and not the container.
-                return "oom" in times_ns and times_ns.get("die", 0) - times_ns["oom"] < _OOM_SPAN_NS
+                return times_ns.get("die", 0) - times_ns["oom"] < _OOM_SPAN_NS
+            # The two come by ways of their own: the end may be listed before what it was due to.
+            num_looks_at_end += "die" in times_ns
+            if num_looks_at_end == _NUM_LOOKS_AT_END:
+                return False
             await asyncio.sleep(_LOOK_PAUSE_S)
         return False
 
