@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 from collections import deque
@@ -117,8 +118,13 @@ async def train(cell: Cell, *, folder: Path, num_steps: int) -> dict[str, Any]:
     return {
         **{name: result.summary[name] for name in ("lag_mean", "lag_p99", "lag_max", "wall_s", "errors")},
         "trained_steps_to_0.8": steps_to(rewards),
-        "trained_last": sum(rewards[-50:]) / len(rewards[-50:]),
+        "trained_last": last_mean(rewards),
     }
+
+
+def last_mean(rewards: list[float]) -> float:
+    """The mean training reward of the last 50 steps."""
+    return statistics.fmean(rewards[-50:])
 
 
 def steps_to(rewards: list[float], *, reward: float = 0.8) -> int | None:
@@ -148,7 +154,7 @@ def main() -> None:
         taking_turns = gap_cell.run_cell(cell, base=base, num_steps=given.steps)
     beside = {
         "trained_steps_to_0.8": steps_to(taking_turns["trained_rewards"]),
-        "trained_last": sum(taking_turns["trained_rewards"][-50:]) / 50,
+        "trained_last": last_mean(taking_turns["trained_rewards"]),
         "final": taking_turns["final"],
         "lag_max": cell.gap,
     }

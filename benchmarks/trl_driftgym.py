@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import trl_settings as settings
-from trl_env import ENV_ID
+from trl_env import ENV_ID, NUM_PEOPLE
 
 from driftgym.envs.lookup.scripted import ScriptedLookupProvider
 from driftgym.trainer.parts import prepare, start_parts
@@ -34,7 +34,7 @@ def config_of(base: Path, given: argparse.Namespace, *, run_dir: Path) -> RunCon
             "seed": given.seed,
             "run_dir": str(run_dir),
             "model": {"path": str(base)},
-            "env": {"id": ENV_ID, "kwargs": {"latency": given.latency}},
+            "env": {"id": ENV_ID, "kwargs": {"latency": given.latency, "num_people": NUM_PEOPLE}},
             "sandbox": {"kind": "process", "pool": {"max_boxes": given.in_flight * settings.GROUP_SIZE}},
             "agent": {
                 "renderer": "template",

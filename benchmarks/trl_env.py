@@ -6,6 +6,7 @@ The tools' schemas are those that transformers derives from the methods below, s
 token by token. Neither side has a box: a tool is a function in the process that trains.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +14,10 @@ from typing import Any
 import gymnasium
 from slow_lookup import Latency, SlowLookupEnv, latency_draws
 
-from driftgym.config import Limits
 from driftgym.envs.lookup.box_tools import Store
 from driftgym.envs.lookup.env import is_answer
 from driftgym.envs.lookup.store import World, draw_world
 from driftgym.envs.tools import ToolSchema
-from driftgym.sandboxes.base import SandboxProvider, SandboxSpec
 
 ENV_ID = "trl_env:TrlLookup-v0"
 NUM_PEOPLE = 8
@@ -85,6 +84,7 @@ class LookupTools:
 TOOL_NAMES = ("get_age", "get_room", "get_desk", "get_phone")
 
 
+@functools.cache
 def tool_schemas() -> tuple[ToolSchema, ...]:
     """The tools as TRL shows them to a model, in its order: that of the alphabet."""
     from transformers.utils import get_json_schema  # slow to import, and needed once
@@ -108,30 +108,10 @@ def grade(environment: LookupTools, messages: Sequence[Mapping[str, Any]]) -> fl
 class TrlLookupEnv(SlowLookupEnv):
     """The same for driftgym: `SlowLookupEnv`, whose tools are shown as TRL shows them."""
 
-    def __init__(
-        self,
-        *,
-        latency: Latency = "constant",
-        sandboxes: SandboxProvider | None = None,
-        sandbox_spec: SandboxSpec | None = None,
-        limits: Limits | None = None,
-        render_mode: str | None = None,
-    ) -> None:
-        """See `SlowLookupEnv`."""
-        super().__init__(
-            latency=latency,
-            sandboxes=sandboxes,
-            sandbox_spec=sandbox_spec,
-            limits=limits,
-            render_mode=render_mode,
-            num_people=NUM_PEOPLE,
-        )
-        self._shown = tool_schemas()
-
     @property
     def tools(self) -> tuple[ToolSchema, ...]:
         """As TRL shows them."""
-        return self._shown
+        return tool_schemas()
 
 
 if "TrlLookup-v0" not in gymnasium.registry:

@@ -9,6 +9,16 @@ from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 100
+SMALL_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+"""Of a model of two layers, as the configuration of most architectures names it."""
 
 
 def save_tiny_models(root: Path, *, count: int = 3, **shape: int) -> list[Path]:

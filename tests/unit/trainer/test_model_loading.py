@@ -4,27 +4,19 @@ import json
 
 import pytest
 import torch
+from tiny_models import SMALL_SHAPE
 
 from driftgym.errors import ConfigError
 from driftgym.trainer.last_layer import hidden_states_at, prune_last_layer
 from driftgym.trainer.model_loading import load_model, named_weights
 from driftgym.trainer.models import ModelConfig
 
-_SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
 _FAMILIES = {
-    "qwen3": {"model_type": "qwen3", "head_dim": 8, **_SMALL},
-    "qwen2": {"model_type": "qwen2", **_SMALL},
-    "llama": {"model_type": "llama", "tie_word_embeddings": False, **_SMALL},
-    "mistral": {"model_type": "mistral", **_SMALL},
-    "olmo2": {"model_type": "olmo2", **_SMALL},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, **SMALL_SHAPE},
+    "qwen2": {"model_type": "qwen2", **SMALL_SHAPE},
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, **SMALL_SHAPE},
+    "mistral": {"model_type": "mistral", **SMALL_SHAPE},
+    "olmo2": {"model_type": "olmo2", **SMALL_SHAPE},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 _PRUNED = {"qwen3", "qwen2", "llama", "mistral"}
@@ -61,7 +53,7 @@ def test_published_names_are_those_that_transformers_knows(tmp_path, family):
 
 
 def test_capped_logits_are_refused(tmp_path):
-    config = {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0, **_SMALL}
+    config = {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0, **SMALL_SHAPE}
     with pytest.raises(ConfigError, match="scales or caps its logits"):
         _loaded(tmp_path, config)
 

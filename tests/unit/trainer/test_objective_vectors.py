@@ -276,10 +276,15 @@ def test_sequences_above_the_lag_bound_are_no_part_of_the_batch() -> None:
 
 def test_on_policy_the_gradient_is_that_of_reinforce() -> None:
     expected = torch.tensor(VECTORS["onpolicy_equivalence"]["expected"]["grad_logp_new"], dtype=torch.float64)
-    names = ("aipo", "cispo", "decoupled_ppo", "opmd", "ppo", "dppo_tv", "sapo", "vespo", "robust", "tis", "icepop")
-    for name in names:
+    names = ("aipo", "cispo", "decoupled_ppo", "ppo", "dppo_tv", "sapo", "vespo", "robust", "tis", "icepop")
+    others = ("reinforce", "topr", "m2po", "bapo", "ipo", "dppo_kl", "mis")
+    cases = [
+        *((name, {}) for name in (*names, *others)),
+        ("opmd", {"form": "token"}),
+        ("decoupled_ppo", {"proximal": "interpolated"}),
+    ]
+    for name, numbers in cases:
         tokens = batch(logprobs=tensor("logp_behav"))
-        numbers = {"form": "token"} if name == "opmd" else {}
         loss = (run(name, tokens, **numbers).losses * weights()).sum()
         gradient = torch.autograd.grad(loss, tokens.logprobs)[0].reshape(4, 5)
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9, msg=name)

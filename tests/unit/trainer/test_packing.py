@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_models import SMALL_SHAPE
 
 from driftgym.trainer.adapters import ADAPTER_NAME
 from driftgym.trainer.batching import Row, micro_batch, plan_micro_batches, score_tokens
@@ -19,27 +20,18 @@ from driftgym.trainer.packing import plan_packing
 from driftgym.types import Segment
 
 _CPU = torch.device("cpu")
-_SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
 _FAMILIES = {
-    "qwen3": {"model_type": "qwen3", "head_dim": 8, **_SIZES},
-    "llama": {"model_type": "llama", "tie_word_embeddings": False, **_SIZES},
-    "mistral": {"model_type": "mistral", **_SIZES},
-    "mistral, short window": {"model_type": "mistral", "sliding_window": 5, **_SIZES},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, **SMALL_SHAPE},
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, **SMALL_SHAPE},
+    "mistral": {"model_type": "mistral", **SMALL_SHAPE},
+    "mistral, short window": {"model_type": "mistral", "sliding_window": 5, **SMALL_SHAPE},
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
         "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
     },
 }  # fmt: skip
 _WITHOUT = {
-    "model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **_SIZES
+    "model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **SMALL_SHAPE
 }  # fmt: skip
 
 
