@@ -13,6 +13,7 @@ from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes.build_lock import only_one
 from driftgym.sandboxes.docker_engine import Engine
 from driftgym.sandboxes.image_build import drop_unnamed
+from driftgym.sandboxes.owned_folders import owned_prefix
 
 BASE_IMAGE = "driftgym/base:debian"
 DEBIAN_SUITE = "bookworm"
@@ -65,7 +66,7 @@ async def build_base_image(
 
 async def _make(engine: Engine, *, tag: str, say: Callable[[str], None], mirror: str | None) -> None:
     try:
-        temporary = tempfile.TemporaryDirectory(prefix="driftgym-image-")
+        temporary = tempfile.TemporaryDirectory(prefix=owned_prefix("image"))
     except OSError as error:
         raise SandboxError(f"there is no room to unpack packages ({error}): set TMPDIR") from None
     with temporary as folder:

@@ -13,10 +13,11 @@ from typing import IO
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import SandboxSpec
+from driftgym.sandboxes.owned_folders import box_tag, owned_prefix, tagged_processes
 from driftgym.sandboxes.toolbox_client import ToolboxClient
 from driftgym.sandboxes.toolbox_program import local_command
 from driftgym.sandboxes.toolbox_sandbox import ToolboxSandbox
-from driftgym.sandboxes.toolbox_system import kill_all, process_table, processes_below, tag_in_environment
+from driftgym.sandboxes.toolbox_system import kill_all, processes_below
 
 _END_TIMEOUT_S = 10.0
 
@@ -50,6 +51,7 @@ class ProcessSandbox(ToolboxSandbox):
     per process), open files and file size. What does not: `max_pids`, `num_cpus`, `network`, `read_only_root`.
     `kill -9` of the owner ends the toolbox, which kills what it has started and removes its folders. `kill -9` of the
     toolbox ends the commands that it has started, and `close` what came from them, unless it hides its environment.
+    What `kill -9` of both leaves is removed by the next sweep (`owned_folders`).
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class ProcessSandbox(ToolboxSandbox):
             kill_all(lambda: {pid, *processes_below(pid)})
             await _wait_exit(self._child)
         if self._child.returncode != 0:  # it was killed, and has killed nothing itself
-            await asyncio.to_thread(kill_all, lambda: _tagged(_box_tag(self._folders)))
+            await asyncio.to_thread(kill_all, lambda: tagged_processes(box_tag(self._folders[0])))
         for folder in self._folders:  # the toolbox has removed them, unless it was killed
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -137,19 +139,9 @@ async def _undo(opening: "asyncio.Future[ProcessSandbox]") -> None:
 
 
 def _make_folder(name: str, undo: contextlib.ExitStack) -> str:
-    folder = tempfile.mkdtemp(prefix=f"driftgym-{name}-")
+    folder = tempfile.mkdtemp(prefix=owned_prefix(name))
     undo.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def _box_tag(folders: tuple[str, str]) -> str:
-    """What the processes of a box are known by."""
-    return Path(folders[0]).name + "-"
-
-
-def _tagged(box_tag: str) -> set[int]:
-    """The processes of a box, wherever they are."""
-    return {pid for pid in process_table() if tag_in_environment(pid, box_tag) is not None}
 
 
 def _start_toolbox(
@@ -161,7 +153,7 @@ def _start_toolbox(
         "tmp_dir": folders[1],
         "limits": {"nofile": spec.max_open_files, "fsize": spec.work_dir_bytes, "data": spec.memory_bytes},
         "is_local": True,
-        "box_tag": _box_tag(folders),
+        "box_tag": box_tag(folders[0]),
         "dead_man_s": spec.dead_man_s,
     }
     own_programs = str(Path(sys.executable).parent)  # so that python3 means this interpreter

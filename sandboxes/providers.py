@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from driftgym.errors import ConfigError, SandboxError
 from driftgym.sandboxes.base import SandboxConfig, SandboxInfo, SandboxProvider, SandboxSpec
+from driftgym.sandboxes.owned_folders import sweep_folders
 from driftgym.sandboxes.pool import SandboxPool, check_pool
 from driftgym.sandboxes.process import ProcessSandbox
 
@@ -21,7 +22,8 @@ async def open_provider(config: SandboxConfig, *, say: Callable[[str], None], ru
 
     `auto` takes Docker when an engine answers within two seconds and has the image of `config.spec`, and otherwise
     processes of this machine, unless the spec names what these cannot give. `docker` builds the image when it is
-    missing, or pulls it where the spec allows that. Where Docker is taken, boxes of dead owners are removed first.
+    missing, or pulls it where the spec allows that. Boxes of dead owners, or the folders that they left, are removed
+    first.
 
     Raises:
         ConfigError: `docker` is asked for, or needed, and there is no engine, or not the image; or boxes of
@@ -34,7 +36,7 @@ async def open_provider(config: SandboxConfig, *, say: Callable[[str], None], ru
 async def _open_boxes(config: SandboxConfig, *, say: Callable[[str], None], run_id: str) -> SandboxProvider:
     if config.kind == "process":
         say("boxes: processes of this machine (trusted code only)")
-        return ProcessProvider()
+        return await _open_processes(say=say)
     try:
         return await _open_docker(config.spec, say=say, run_id=run_id, may_build=config.kind == "docker")
     except ConfigError as error:
@@ -48,7 +50,13 @@ async def _open_boxes(config: SandboxConfig, *, say: Callable[[str], None], run_
                 f"sandbox.kind=docker builds or pulls it), or leave out {', '.join(needs)}"
             ) from None
         say(f"boxes: processes of this machine (trusted code only), since {error}")
-        return ProcessProvider()
+        return await _open_processes(say=say)
+
+
+async def _open_processes(*, say: Callable[[str], None]) -> "ProcessProvider":
+    if num_removed := await asyncio.to_thread(sweep_folders):
+        say(f"boxes: removed {num_removed} folders of owners that are dead")
+    return ProcessProvider()
 
 
 def _is_named(spec: SandboxSpec, name: str) -> bool:

@@ -6,22 +6,22 @@ A box ends with its owner in three ways, none of which needs the others:
   that of a process that is killed), and when nothing has come over it for the spec's `dead_man_s`;
 - at the next start: whoever opens boxes with `open_provider` sweeps first;
 - by hand: `driftgym sandbox reap` sweeps.
+
+What processes of this machine leave in place of a box: `owned_folders`.
 """
 
 import asyncio
 import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import SandboxInfo, SandboxSpec
 from driftgym.sandboxes.docker_engine import Engine
 from driftgym.sandboxes.docker_request import RefusedError
+from driftgym.sandboxes.owners import is_owner_alive, own_host, own_label
 
 _logger = logging.getLogger(__name__)
 
@@ -38,64 +38,11 @@ ABANDONED_AFTER_S = 3600.0
 """What does not run, so long after it was created, has no owner who waits for it, wherever that one lived."""
 _NOT_RUNNING = ("created", "exited", "dead")
 _MAX_CONCURRENT_REMOVALS = 8
-_START_TIME_FIELD = 19
-"""Field 22 of /proc/PID/stat, counted from the state, which is field 3."""
 
 
 def labels_of(spec: SandboxSpec, *, run_id: str) -> dict[str, str]:
     """What a box of this process is labelled with."""
     return {OWNER_LABEL: own_label(), RUN_LABEL: run_id, LEASE_LABEL: f"{spec.dead_man_s:g}"}
-
-
-def process_start_time(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
-
-
-def own_host() -> str:
-    """Where this process's id means something: this boot of this machine, and this namespace of process ids.
-
-    Machines may share a name, and containers of one machine number their processes apart.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def own_label() -> str:
-    """This process as an owner: host, process id, start time. A process id alone would be used again."""
-    return f"{own_host()}:{os.getpid()}:{process_start_time(os.getpid())}"
-
-
-def is_owner_alive(owner: str) -> bool:
-    """False only when it is certain that the owner is gone: it was on this host, and is not there any more."""
-    rest, _, started = owner.rpartition(":")
-    host, _, pid = rest.rpartition(":")
-    if host != own_host() or not _is_number(pid) or not _is_number(started):
-        return True
-    found = process_start_time(int(pid))
-    if found is None:
-        return _is_hidden(int(pid))
-    return found == int(started)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def _is_hidden(pid: int) -> bool:
-    """True when a process exists and is not shown: /proc may be mounted so that others' processes are not."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return process_start_time(pid) is not None  # a zombie can be sent a signal
 
 
 async def list_boxes(engine: Engine) -> list[SandboxInfo]:

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from driftgym.errors import SandboxError
 from driftgym.sandboxes.base import MIB, SandboxSpec
+from driftgym.sandboxes.owners import process_start_time
 from driftgym.sandboxes.process import ProcessSandbox
-from driftgym.sandboxes.reaper import process_start_time
 from driftgym.sandboxes.toolbox_system import processes_below
 
 

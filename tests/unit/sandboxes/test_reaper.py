@@ -5,17 +5,14 @@ import os
 import pytest
 
 from driftgym.sandboxes.base import SandboxInfo, SandboxSpec
+from driftgym.sandboxes.owners import is_owner_alive, own_host, own_label, process_start_time
 from driftgym.sandboxes.reaper import (
     ABANDONED_AFTER_S,
     LEASE_LABEL,
     OWNER_LABEL,
     RUN_LABEL,
     is_left_over,
-    is_owner_alive,
     labels_of,
-    own_host,
-    own_label,
-    process_start_time,
 )
 
 
@@ -81,7 +78,7 @@ def test_left_over_is_what_nobody_can_want(case: SandboxInfo, is_left: bool) -> 
 
 
 def test_process_of_another_user_that_is_not_shown_counts_as_alive() -> None:
-    from driftgym.sandboxes.reaper import _is_hidden
+    from driftgym.sandboxes.owners import _is_hidden
 
     assert _is_hidden(os.getpid())
     assert not _is_hidden(2**22 + 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from driftgym.sandboxes.reaper import process_start_time
+from driftgym.sandboxes.owners import process_start_time
 from driftgym.sandboxes.toolbox_io import HEADER, MAX_FRAME_BYTES, MAX_RECORDED
 from driftgym.sandboxes.toolbox_program import local_command
 
