@@ -5,6 +5,7 @@ queue of its own (`sinks.SinkThread`): one that sleeps, raises or never returns 
 dropped rows. Rows carry their own `step` and `incarnation`; no sink is given a step of its own that it could refuse.
 """
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,8 @@ import pydantic
 from driftgym.config import Config
 from driftgym.errors import ConfigError, DriftgymError
 from driftgym.sinks import Row, Sink, SinkThread
+
+_MAX_BINS = 512  # of a histogram of W&B, which refuses a larger one
 
 
 class MetricsConfig(Config):
@@ -42,8 +45,8 @@ class JsonlWriter:
             raise DriftgymError(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, row: Row) -> None:
-        """Appends one row; figures that are not finite are written as null, so that every line is JSON."""
-        data = (json.dumps(_finite(row), ensure_ascii=False) + "\n").encode()
+        """Appends one row, as `plain_row` makes it, so that every line is JSON."""
+        data = _line(row)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -66,14 +69,29 @@ def split_lost_rows(path: Path, lost_path: Path, *, last_step: int) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= last_step]
-    lost = [line if line.endswith(b"\n") else line + b"\n" for line in lines if _step_of(line) > last_step]
+    stands = [_step_of(line) <= last_step for line in lines]
+    kept = list(itertools.compress(lines, stands))
+    lost = [line.removesuffix(b"\n") + b"\n" for line, is_kept in zip(lines, stands, strict=True) if not is_kept]
     if lost:
         # A kill between the two leaves lines in both files: those are not added again.
         already = lost_path.read_bytes().splitlines(keepends=True) if lost_path.exists() else []
         _replace_lines(lost_path, [*already, *(line for line in lost if line not in already)])
         _replace_lines(path, kept)
     return len(lost)
+
+
+def add_missing_rows(path: Path, rows: Sequence[Row]) -> int:
+    """Puts those of `rows` into `path`, in the order of their steps, whose step has no row there.
+
+    Returns:
+        How many were missing. The file is replaced whole.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    present = {_step_of(line) for line in lines}
+    missing = [_line(row) for row in rows if row["step"] not in present]
+    if missing:
+        _replace_lines(path, sorted([*lines, *missing], key=_step_of))
+    return len(missing)
 
 
 def _replace_lines(path: Path, lines: Sequence[bytes]) -> None:
@@ -93,7 +111,8 @@ class Metrics:
         """Rows go to `jsonl` and to `sinks`. The first failure of a sink is said, so that a count has a reason."""
         self._jsonl = jsonl
         self._threads: list[SinkThread] = []
-        self._threads += [SinkThread(sink, on_first_failure=self.say) for sink in sinks]
+        self._last_news: list[str] | None = None  # from the end on, when sinks may not take news any more
+        self._threads += [SinkThread(sink, on_first_failure=self._tell) for sink in sinks]
 
     @property
     def dropped_metrics(self) -> int:
@@ -105,7 +124,7 @@ class Metrics:
         row = {**row, "dropped_metrics": self.dropped_metrics}
         self._jsonl.write(row)
         for thread in self._threads:
-            thread.write(row)
+            thread.write(plain_row(row))  # each its own: what one does to it is no other's loss
 
     def say(self, text: str) -> None:
         """Offers a line of news to every sink."""
@@ -117,14 +136,26 @@ class Metrics:
         for thread in self._threads:
             thread.show(text)
 
-    def close(self, *, timeout_s: float) -> None:
-        """Ends every sink, giving up on those that are not through after `timeout_s`, all together."""
+    def _tell(self, text: str) -> None:
+        if self._last_news is None:
+            self.say(text)
+        else:
+            self._last_news.append(text)
+
+    def close(self, *, timeout_s: float) -> Sequence[str]:
+        """Ends every sink, giving up on those that are not through after `timeout_s`, all together.
+
+        Returns:
+            What went wrong with them meanwhile, in lines for people: there is no sink left to tell it.
+        """
+        news = self._last_news = []
         for thread in self._threads:
             thread.end()
         left_s = timeout_s
         for thread in self._threads:
             left_s -= thread.join(left_s)
         self._jsonl.close()
+        return tuple(news)
 
 
 class WandbSink:
@@ -169,11 +200,28 @@ class WandbSink:
 
 
 def check_metrics(config: MetricsConfig) -> None:
-    """Raises ConfigError when what `config` asks for is not installed."""
+    """Raises ConfigError when what `config` asks for is not installed, or asks for a key that is not there."""
     import importlib.util
 
-    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+    if config.wandb_project is None:
+        return
+    if importlib.util.find_spec("wandb") is None:
         raise ConfigError("metrics.wandb_project: the package wandb is missing; pip install 'driftgym[wandb]'")
+    if config.wandb_mode == "online" and not _has_wandb_key():
+        raise ConfigError(
+            "metrics.wandb_mode: online needs a key, and there is none; run `wandb login`, or take offline, which "
+            "needs none"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Without a key, W&B would ask for one on the terminal, in the middle of the run."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # a release that knows no `prompt`
+        return True
 
 
 def _as_wandb_value(value: Any) -> Any:
@@ -183,18 +231,35 @@ def _as_wandb_value(value: Any) -> Any:
     import wandb
 
     numbers = sorted(map(int, value))
-    edges = [*numbers, numbers[-1] + 1]
-    return wandb.Histogram(np_histogram=([value[str(number)] for number in numbers], edges))
+    size = math.ceil(len(numbers) / _MAX_BINS)
+    bins = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    edges = [*(each[0] for each in bins), numbers[-1] + 1]
+    return wandb.Histogram(np_histogram=([sum(value[str(number)] for number in each) for each in bins], edges))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+def _line(row: Row) -> bytes:
+    """`row` as a line; what UTF-8 cannot say, half a surrogate pair, becomes an escape that JSON knows."""
+    return (json.dumps(plain_row(row), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def plain_row(row: Row) -> dict[str, Any]:
+    """A copy of `row` that JSON can say: the values of NumPy and torch as Python's, what is not finite as None, and
+    what is no figure as text."""
+    return {str(name): _plain(value) for name, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_finite(item) for item in value]
-    return value
+        return plain_row(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    return str(value)
 
 
 def _step_of(line: bytes) -> float:

@@ -24,7 +24,8 @@ class Sink(Protocol):
     """
 
     def write(self, row: Row) -> None:
-        """Takes the figures of one step. Within one life of a run, no `step` is lower than the one before."""
+        """Takes the figures of one step, in a copy of its own that JSON can say (`metrics.plain_row`). Within one life
+        of a run, no `step` is lower than the one before."""
         ...
 
     def say(self, text: str) -> None:
@@ -150,7 +151,14 @@ class SinkThread:
             self._has_row_in_hand = False
         if not self._has_failed:
             self._has_failed = True
-            self._on_first_failure(f"{type(self._sink).__name__} failed: {type(error).__name__}: {error}")
+            self._on_first_failure(f"{type(self._sink).__name__} failed: {_told(error)}")
+
+
+def _told(error: BaseException) -> str:
+    """What it says of itself; its type alone where it cannot even do that."""
+    with contextlib.suppress(Exception):
+        return f"{type(error).__name__}: {error}"
+    return type(error).__name__
 
 
 def any_sink_is_alive() -> bool:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,20 @@ class StuckSink(SleepingSink):
         self.let_go.wait()
 
 
-async def play(tmp_path: Path, *sinks: Any, **parts: Any) -> RunResult:
-    config = scripted.run_config(tmp_path, "limits.close_s=0.5")
+class RefusingSink(NondecreasingSink):
+    """Raises whatever it is asked for, the end included."""
+
+    def write(self, row: Row) -> None:
+        raise ConnectionError("no route to host")
+
+    say = show = write  # type: ignore[assignment]
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+async def play(tmp_path: Path, *sinks: Any, overrides: Sequence[str] = (), **parts: Any) -> RunResult:
+    config = scripted.run_config(tmp_path, "limits.close_s=0.5", *overrides)
     start = scripted.ScriptedParts(step_s=0.01, **parts)
     return await live(config, make_run_dir(config), stop=Stop(), start=start, sinks=sinks)
 
@@ -97,6 +109,45 @@ async def test_a_run_ends_while_its_sink_is_still_at_the_first_row(
         assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result.summary
     finally:
         sink.let_go.set()
+
+
+async def test_twenty_steps_are_the_same_beside_sinks_that_sleep_refuse_and_never_return(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case I4: each of the three loses its rows, which are counted; the run, its file and other sinks lose none."""
+    sleeping, refusing, stuck, good = SleepingSink(), RefusingSink(), StuckSink(), NondecreasingSink()
+    try:
+        result = await play(tmp_path, sleeping, refusing, stuck, good, overrides=["trainer.max_steps=20"])
+        assert [row["step"] for row in good.rows] == list(range(1, 21))
+        scripted.assert_exactly_once(tmp_path / "run", steps=20, groups_per_step=2)
+        assert sleeping.rows == stuck.rows == []
+        assert result.summary["events"]["dropped_metrics"] == 3 * 20
+        assert 1 <= good.rows[-1]["dropped_metrics"] < 20, "those of the one that refuses, so far"
+        assert "RefusingSink failed: ConnectionError: no route to host" in capsys.readouterr().out
+    finally:
+        sleeping.let_go.set()
+        stuck.let_go.set()
+
+
+async def test_after_a_crash_at_12_a_run_goes_on_from_10_and_no_figure_is_refused(tmp_path: Path) -> None:
+    """Case I2: x is the trainer's step; steps 11 and 12 of the first life are told apart from those of the second."""
+    first, second = NondecreasingSink(), NondecreasingSink()
+    overrides = ["trainer.checkpoint_every_steps=5", "trainer.max_steps=15"]
+    with pytest.raises(TrainingError, match="the learner is gone"):
+        await play(tmp_path, first, fail_at_step=13, overrides=overrides)
+    config, run_dir = load_resolved(tmp_path / "run")
+    result = await live(config, run_dir, stop=Stop(), start=scripted.ScriptedParts(), sinks=[second])
+    assert [row["step"] for row in first.rows] == list(range(1, 13))
+    assert [row["step"] for row in second.rows] == list(range(11, 16))
+    for row in (*first.rows, *second.rows):
+        assert row["step"] == row["policy_version"]
+        assert row["episodes_finished"] > 0, "what rollouts count stands in the same row"
+        assert row["dropped_metrics"] == 0
+    stands = [(row["step"], row["incarnation"]) for row in scripted.rows(run_dir)]
+    assert stands == [(step, 1 if step <= 10 else 2) for step in range(1, 16)]
+    lost = [(row["step"], row["incarnation"]) for row in scripted.rows(run_dir, "metrics.lost.jsonl")]
+    assert lost == [(11, 1), (12, 1)]
+    assert "dropped_metrics" not in result.summary["events"]
 
 
 async def test_no_row_is_refused_over_a_crash_between_a_row_and_its_checkpoint(tmp_path: Path) -> None:

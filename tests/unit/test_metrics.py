@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from driftgym.errors import ConfigError, DriftgymError
 from driftgym.metrics import JsonlWriter, Metrics, MetricsConfig, WandbSink, check_metrics, split_lost_rows
@@ -293,6 +296,99 @@ def test_figures_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> Non
     assert rows_of(tmp_path / "m.jsonl") == [{"step": 1, "a": None, "b": [None, 1.0], "c": {"d": None}}]
 
 
+def test_values_of_other_libraries_and_half_characters_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+    sink = ListSink()
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink])
+    metrics.log(
+        {
+            "step": np.int64(1),
+            "mean": np.float32(0.5),
+            "nan": np.float32("nan"),
+            "won": np.bool_(True),
+            "each": np.array([1.0, np.inf]),
+            "tensor": torch.tensor([1.0, 2.0], requires_grad=True),
+            "path": Path("a"),
+            "events/\ud800": "Zürich \ud800",
+            "none": None,
+        }
+    )
+    metrics.close(timeout_s=5)
+    (row,) = rows_of(tmp_path / "m.jsonl")
+    wanted = {"step": 1, "mean": 0.5, "nan": None, "won": True, "each": [1.0, None], "tensor": [1.0, 2.0], "path": "a"}
+    wanted |= {"events/\ud800": "Zürich \ud800", "none": None, "dropped_metrics": 0}
+    assert row == wanted
+    assert sink.rows == [wanted]
+    assert split_lost_rows(tmp_path / "m.jsonl", tmp_path / "lost.jsonl", last_step=1) == 0, "it can be read again"
+
+
+class GreedySink(ListSink):
+    """Takes figures out of the rows, in depth."""
+
+    def write(self, row: Any) -> None:
+        row.pop("step")
+        row["nested"]["a"].clear()
+
+
+def test_what_a_sink_does_to_a_row_is_no_loss_of_another(tmp_path: Path) -> None:
+    sinks = [GreedySink(), ListSink()]
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), sinks)
+    row = {"step": 1, "nested": {"a": [1, 2]}}
+    metrics.log(row)
+    row["nested"]["a"].append(3)  # type: ignore[index]
+    metrics.close(timeout_s=5)
+    assert metrics.dropped_metrics == 0
+    assert sinks[1].rows == [{"step": 1, "nested": {"a": [1, 2]}, "dropped_metrics": 0}]
+
+
+class UnableToEndSink(ListSink):
+    """Takes all rows, and does not come to its end with them."""
+
+    def close(self) -> None:
+        raise ConnectionError("the upload broke off")
+
+
+class SpeechlessError(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class SpeechlessSink(ListSink):
+    """Refuses the first row with an error that cannot be printed."""
+
+    def write(self, row: Any) -> None:
+        if not self.lines:
+            self.lines.append("refused")
+            raise SpeechlessError
+        super().write(row)
+
+
+def test_a_sink_that_fails_at_its_end_is_said_when_no_sink_is_left_to_say_it_to(tmp_path: Path) -> None:
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [UnableToEndSink(), ListSink()])
+    metrics.log({"step": 1})
+    assert metrics.close(timeout_s=5) == ("UnableToEndSink failed: ConnectionError: the upload broke off",)
+
+
+def test_an_error_that_cannot_be_printed_costs_a_sink_one_row(tmp_path: Path) -> None:
+    sink, good = SpeechlessSink(), ListSink()
+    metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink, good])
+    for step in (1, 2, 3):
+        metrics.log({"step": step})
+    wait_until(lambda: len(sink.rows) == 2 and bool(good.lines))
+    assert metrics.close(timeout_s=5) == ()
+    assert (metrics.dropped_metrics, sink.is_closed) == (1, True)
+    assert good.lines == ["SpeechlessSink failed: SpeechlessError"]
+
+
+def test_no_line_is_in_neither_file(tmp_path: Path) -> None:
+    path, lost = tmp_path / "m.jsonl", tmp_path / "lost.jsonl"
+    path.write_bytes(b'{"step": NaN}\n{"step": 1}\n\n[2]\n{"step": "x"}\n{"step": 2}\n')
+    assert split_lost_rows(path, lost, last_step=1) == 5
+    assert path.read_bytes() == b'{"step": 1}\n'
+    assert lost.read_bytes() == b'{"step": NaN}\n\n[2]\n{"step": "x"}\n{"step": 2}\n'
+
+
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DriftgymError, match="cannot be written"):
         JsonlWriter(tmp_path / "missing" / "m.jsonl")
@@ -312,6 +408,25 @@ def test_wandb_that_is_not_installed_is_said_before_the_run() -> None:
 
 
 @pytest.mark.slow
+def test_wandb_online_without_a_key_is_said_before_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    code = "from driftgym.metrics import *; check_metrics(MetricsConfig(wandb_project='p', wandb_mode='online'))"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    for key, is_refused in ((None, True), ("x" * 40, False)):
+        finished = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=environment | {"HOME": str(tmp_path)} | ({} if key is None else {"WANDB_API_KEY": key}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ("online needs a key" in finished.stderr) is is_refused, finished.stderr
+        assert (finished.returncode != 0) is is_refused
+
+
+@pytest.mark.slow
 def test_wandb_offline_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -320,6 +435,8 @@ def test_wandb_offline_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     metrics = Metrics(JsonlWriter(tmp_path / "m.jsonl"), [sink])
     for step in (1, 2, 2):
         metrics.log({"step": step, "reward_mean": 0.5, "lag_histogram": {"0": 3, "4": 2}})
-    metrics.close(timeout_s=60)
+    metrics.log({"step": 3, "reward_mean": None, "lag_histogram": {}, "masked_share_by_turn": []})
+    metrics.log({"step": 4, "reward_mean": float("nan"), "lag_histogram": {str(lag): 1 for lag in range(2000)}})
+    assert metrics.close(timeout_s=60) == ()
     assert metrics.dropped_metrics == 0
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
