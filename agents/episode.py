@@ -1,5 +1,6 @@
 """What `run_episode` is made of: the limits of each call, whose fault an error is, and the record as it grows."""
 
+import numbers
 import time
 import traceback
 from collections import Counter
@@ -9,8 +10,7 @@ from typing import Any, TypeVar
 
 from driftgym.agents.base import AgentTurn, Conversation, OutOfTokensError
 from driftgym.agents.bounded import DeadlinePassed, EpisodeClock, bounded
-from driftgym.agents.generators.parking import PARKED
-from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.agents.generators.traffic import PARKED, Stopwatch
 from driftgym.agents.interruption import has_whole_call
 from driftgym.config import Limits
 from driftgym.envs.base import Grade, ResetResult, StepResult, ToolEnv
@@ -202,7 +202,7 @@ async def step(env: ToolEnv, action: Message, clock: EpisodeClock, *, limits: Li
         raise EnvError("astep gave no message and did not end the episode: the agent would act without a reply")
     if not _is_reward(result.reward):
         raise EnvError(f"astep gave the reward {result.reward}; {_WANTED}")
-    return replace(result, messages=_readable(result.messages, what="astep"))
+    return replace(result, messages=_readable(result.messages, what="astep"), events=_counts(result.events))
 
 
 async def grade(env: ToolEnv, status: TrajectoryStatus, *, limits: Limits) -> Grade:
@@ -217,6 +217,18 @@ async def grade(env: ToolEnv, status: TrajectoryStatus, *, limits: Limits) -> Gr
 
 def _is_reward(value: float) -> bool:
     return abs(value) <= MAX_REWARD  # a NaN is not
+
+
+def _counts(events: Mapping[str, int]) -> dict[str, int]:
+    """`events` as plain numbers, which the journal can keep. Raises EnvError when they are no counts by name."""
+    strange = [
+        f"{name!r}: {count!r}"
+        for name, count in events.items()
+        if not (isinstance(name, str) and is_scalar_text(name) and isinstance(count, numbers.Integral) and count >= 0)
+    ]
+    if strange:
+        raise EnvError(f"astep gave the events {', '.join(strange)}; names with whole numbers from 0 on are wanted")
+    return {name: int(count) for name, count in events.items()}
 
 
 def _readable(messages: Sequence[Message], *, what: str) -> tuple[Message, ...]:

@@ -9,8 +9,8 @@ import pydantic
 from driftgym.agents.base import AgentTurn, OutOfTokensError
 from driftgym.agents.context import Prompt, TokenContext
 from driftgym.agents.generators.base import Generator
-from driftgym.agents.generators.parking import PARKED
-from driftgym.agents.interruption import AnswerBudget, Interruption, has_whole_call, make_interruption
+from driftgym.agents.generators.traffic import PARKED
+from driftgym.agents.interruption import AnswerBudget, Interruption, has_whole_call, is_thinking, make_interruption
 from driftgym.agents.rendering import Renderer
 from driftgym.config import Config
 from driftgym.envs.tools import ToolSchema
@@ -36,7 +36,8 @@ class AgentConfig(Config):
     interrupt_text: str = pydantic.Field(
         "\n\nTime is up: I answer now.\n</think>\n\n",
         min_length=1,
-        description="What is put in the context then; never trained. The default closes a thinking block.",
+        description="What is put in the context then; never trained. `</think>` in it is left out where no thinking "
+        "block is open.",
     )
 
     @pydantic.model_validator(mode="after")
@@ -143,8 +144,13 @@ class ToolConversation:
     async def _go_on(self, prompt: Prompt, turn: AgentTurn, budget: AnswerBudget, limits: _Limits) -> AgentTurn:
         """`turn`, interrupted, and what the model says then."""
         assert self._agent.interruption is not None  # the budget has a rest
-        forced = self._agent.interruption.token_ids
-        begun = [*turn.completion.token_ids.tolist(), *forced]
+        so_far = turn.completion.token_ids.tolist()
+        forced = self._agent.interruption.forced(
+            is_thinking=is_thinking(
+                self._agent.renderer, turn.action, prompt_token_ids=prompt.token_ids, sampled_token_ids=so_far
+            )
+        )
+        begun = [*so_far, *forced]
         completion = await self._sample([*prompt.token_ids, *begun], budget.rest, limits, suffix=".1")
         return AgentTurn(
             new_prompt_token_ids=int32_array(forced),

@@ -2,7 +2,8 @@
 
 R is a member's reward; mean and std are those of the n members of its group that have one. A member without a reward
 (nobody's score: the environment or the infrastructure failed) is left out of every statistic and gets no advantage.
-A group whose rewards are all equal, or that has a single one, tells nothing: its advantages are exactly 0.
+A group whose rewards are all equal, or that has a single one, tells nothing: its advantages are exactly 0. Rewards
+that differ by rounding alone are equal: a standard deviation of rounding errors would make advantages of them.
 
 | method | advantage | also known as, source |
 |---|---|---|
@@ -29,12 +30,15 @@ Rewards: TypeAlias = Sequence[float | None]
 Advantages: TypeAlias = list[float | None]
 
 _EPSILON = 1e-6
+_SAME = 1e-6  # of the largest: by less differ sums of the same rewards in float32, whatever the order
+_NOTHING = 1e-9  # likewise where parts of about 1 cancel
 _LARGEST = 1e6 * MAX_REWARD  # the return of a turn is a sum of rewards; twice this still is a float32
 
 
 def has_variance(rewards: Rewards) -> bool:
-    """True when two members have different rewards: without that, every advantage is 0."""
-    return len({reward for reward in rewards if reward is not None}) > 1
+    """True when two members have different rewards, beyond rounding: without that, every advantage is 0."""
+    scored = _scored(rewards)
+    return len(scored) > 1 and not math.isclose(min(scored), max(scored), rel_tol=_SAME, abs_tol=_NOTHING)
 
 
 def group_advantages(rewards: Rewards, *, method: AdvantageMethod, is_unbiased: bool = True) -> Advantages:

@@ -12,6 +12,7 @@ V its vocabulary, N the trained tokens of the micro-batch, flat, row by row.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,7 +216,7 @@ class _Run:
 
 
 def micro_batch(rows: Sequence[Row], *, policy_version: int, device: torch.device, packs: bool = True) -> MicroBatch:
-    """The tensors of one part of the rows.
+    """The tensors of one part of the rows; of none, those of a token that nobody trains (see `ranks`).
 
     Args:
         rows: each with a trained token.
@@ -223,6 +224,8 @@ def micro_batch(rows: Sequence[Row], *, policy_version: int, device: torch.devic
         device: where the model is.
         packs: false pads rows in any case.
     """
+    if not rows:
+        return _nothing(device)
     trained = [np.flatnonzero(row.segment.train_mask) for row in rows]
     sequences = [row.segment.token_ids[: where[-1]] for row, where in zip(rows, trained, strict=True)]
     counts = [len(where) for where in trained]
@@ -248,6 +251,24 @@ def micro_batch(rows: Sequence[Row], *, policy_version: int, device: torch.devic
         weights=torch.from_numpy(np.repeat([row.token_weight for row in rows], counts)).to(device),
         lags=policy_version - gather("policy_versions").long(),
         exact=gather("exact_mask"),
+    )
+
+
+def _nothing(device: torch.device) -> MicroBatch:
+    numbers, values = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    return MicroBatch(
+        token_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
+        predictors=numbers,
+        predictor_positions=numbers,
+        packed_rows=None,
+        num_padding=1,
+        targets=numbers,
+        rows=numbers,
+        behaviour_logprobs=values,
+        advantages=values,
+        weights=values.double(),
+        lags=numbers,
+        exact=numbers.bool(),
     )
 
 
@@ -284,15 +305,39 @@ def _inputs(sequences: Sequence[Int32Array], *, device: torch.device, packs: boo
     )
 
 
+class TokenScorer(nn.Module):
+    """`score_tokens` of a model as a module, so that all that a pass reads is read within one `forward`.
+
+    Sharded weights are whole within a forward alone (see `sharding`).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Of a causal language model of transformers, which it does not copy."""
+        super().__init__()
+        self.model = model
+
+    def get_decoder(self) -> Any:
+        """The model's."""
+        return self.model.get_decoder()  # type: ignore[operator]
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """[N] log-probs and [N] entropies; see `TokenScores`."""
+        scores = score_tokens(self.model, batch, temperature=temperature)
+        return scores.logprobs.clone(), scores.entropies  # torch warns of views, which lose their hooks
+
+
 def score_tokens(model: nn.Module, batch: MicroBatch, *, temperature: float) -> TokenScores:
     """The log-probs of the trained tokens at the sampling temperature, in float32 at least.
 
     Args:
         model: a causal language model of transformers whose logits are its head applied to its decoder's output
-            (`model_loading.load_model` checks that).
+            (`model_loading.load_model` checks that), or a `TokenScorer` of one.
         batch: what is scored.
         temperature: divides the logits, as it did when the tokens were sampled.
     """
+    if isinstance(model, TokenScorer):
+        logprobs, entropies = model(batch, temperature)
+        return TokenScores(logprobs=logprobs, entropies=entropies)
     if batch.packed_rows is None or takes_packed_rows(model):
         hidden_NH = hidden_states_at(model, batch.token_ids, batch.predictors, packed_rows=batch.packed_rows)
     else:

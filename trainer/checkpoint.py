@@ -12,19 +12,21 @@ sealed on its own::
         state.json                       (partial / "state.json").write_text(...)
         manifest.json
 
-A manifest lists every file of its folder and, of a sealed folder within it, the manifest alone. No torch here: the
-loop looks for the newest complete checkpoint before it starts a learner.
+A manifest lists every file of its folder and, of a sealed folder within it, the manifest alone. Whole holds for a
+failure of the machine too: files, manifest and folders are on the disk before the name is, and the name is when the
+writer goes on. No torch here: the loop looks for the newest complete checkpoint before it starts a learner.
 """
 
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from driftgym.errors import TrainingError
+from driftgym.trainer.durable import flush_to_disk
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
@@ -34,12 +36,14 @@ _PARTIAL = ".partial-"
 def sealed_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder to write into; on success it is sealed and becomes `folder`, on any error it is removed.
 
-    `folder` does not exist yet, or is empty. What an earlier attempt left behind, killed midway, is removed.
+    `folder` does not exist yet, or is empty. What an earlier attempt left behind, killed midway, is removed. At the end
+    all of it is on the disk.
 
     Raises:
         OSError: `folder` holds something, or cannot be written.
     """
     partial = folder.with_name(_PARTIAL + folder.name)
+    made = [parent for parent in folder.parents if not parent.exists()]
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -47,17 +51,22 @@ def sealed_folder(folder: Path) -> Iterator[Path]:
         yield partial
         seal(partial)
         partial.rename(folder)
+        flush_to_disk(folder.parent, *(parent.parent for parent in made))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of `folder`: the checksum of each file."""
-    files = {str(path.relative_to(folder)): file_checksum(path) for path in _own_files(folder)}
+    """Writes the manifest of `folder`: the checksum of each file. All of it is on the disk afterwards."""
+    own_files = _own_files(folder)
+    files = {str(path.relative_to(folder)): file_checksum(path) for path in own_files}
+    flush_to_disk(*own_files, *_folders_within(folder, own_files))
     partial = folder / (MANIFEST + ".partial")
     partial.write_text(json.dumps({"files": files}, indent=1, sort_keys=True), encoding="utf-8")
+    flush_to_disk(partial)
     partial.rename(folder / MANIFEST)
+    flush_to_disk(folder)
 
 
 def damage_of(folder: Path) -> str | None:
@@ -97,19 +106,25 @@ def check_sealed(folder: Path) -> None:
         raise TrainingError(f"checkpoint {folder.name}: {damage}")
 
 
-def newest_complete(folder: Path, *, say: Callable[[str], None] = print) -> Path | None:
+def number_in_name(folder: Path) -> int | None:
+    """The number at the end of its name; None where there is none, or a file that is not named by a number alone."""
+    match = re.search(r"(\d+)$", folder.name)
+    return int(match.group(1)) if match and (folder.is_dir() or folder.name.isdigit()) else None
+
+
+def newest_complete(
+    folder: Path, *, say: Callable[[str], None] = print, number_of: Callable[[Path], int | None] = number_in_name
+) -> Path | None:
     """The newest checkpoint in `folder` that is complete; None when there is none.
 
-    Newest is the one with the highest number at the end of its name. Each one that is passed over is named through
-    `say` in one line, with what is wrong with it.
+    Args:
+        folder: what it holds is looked at, but for names that begin with a dot.
+        say: told of each one that is passed over, in one line, with what is wrong with it.
+        number_of: the newest has the highest number; None for what is no checkpoint.
     """
-    numbered = [
-        (int(match.group(1)), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if not path.name.startswith(".") and (match := re.search(r"(\d+)$", path.name))
-        if path.is_dir() or path.name.isdigit()
-    ]
-    for _, path in sorted(numbered, reverse=True):
+    found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if not path.name.startswith(".")]
+    numbered = [(number, path.name.isdigit(), path) for path in found if (number := number_of(path)) is not None]
+    for *_, path in sorted(numbered, reverse=True):  # of a checkpoint and its copy, the one that has its plain name
         damage = damage_of(path)
         if damage is None:
             return path
@@ -127,6 +142,11 @@ def file_checksum(path: Path) -> str:
     """`sha256:` and the digest of the file's bytes."""
     with path.open("rb") as file:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _folders_within(folder: Path, files: Iterable[Path]) -> list[Path]:
+    """The folders between `folder` and `files` below it."""
+    return sorted({parent for path in files for parent in path.parents if folder in parent.parents})
 
 
 def _own_files(folder: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """A learner and an embedded engine in one process, on one copy of the weights; they take turns.
 
-`python -m driftgym.trainer.colocated` answers the calls of `learner`, and `serve`, which starts the engine in a thread
-of its own. Whatever computes gradients or changes weights holds the engine: what runs there ends first, what comes
-waits. After an optimizer step the engine waits on, until the publication of these weights is taken by their name.
+`python -m driftgym.trainer.colocated` answers the calls of `learner_process`, and `serve`, which starts the engine in a
+thread of its own. Whatever computes gradients or changes weights holds the engine: what runs there ends first, what
+comes waits. After an optimizer step the engine waits on, until the publication of these weights is taken by their name.
 """
 
 import functools
@@ -17,12 +17,12 @@ from driftgym.agents.generators.embedded.threaded import EngineThread
 from driftgym.agents.generators.launch import GeneratorConfig
 from driftgym.errors import TrainingError
 from driftgym.processes import serve_calls
-from driftgym.trainer.learner import Learner, LearnerProcess
+from driftgym.trainer.colocated_client import CHANGE_WEIGHTS, TAKE_THE_TURN
+from driftgym.trainer.learner import Learner
 from driftgym.trainer.learner_config import LearnerSpec
+from driftgym.trainer.learner_process import LearnerProcess
 from driftgym.types import Segment, WeightUpdate
 
-_CHANGE_WEIGHTS = ("optim_step", "load")
-_TAKE_THE_TURN = ("forward_backward", *_CHANGE_WEIGHTS)
 _CLOSE_S = 5.0
 
 
@@ -55,12 +55,12 @@ class ColocatedProcess:
         if self._engine is None:
             return call(*args, **kwargs)
         try:
-            if name in _TAKE_THE_TURN:
+            if name in TAKE_THE_TURN:
                 self._engine.hold()
             return call(*args, **kwargs)
         finally:
             # Also where it failed: the version then says that the weights are as before.
-            if name in _CHANGE_WEIGHTS:
+            if name in CHANGE_WEIGHTS:
                 self._engine.weights_changed(self._version)
             if not is_followed:
                 self._engine.let_go()
@@ -77,9 +77,10 @@ class ColocatedProcess:
         version = WeightVersion(incarnation=self._spec.incarnation, policy_version=self._learner.policy_version)
         return str(version)
 
-    def _start(self, spec: LearnerSpec) -> None:
-        self._process.start(spec)
+    def _start(self, spec: LearnerSpec) -> str:
+        computation = self._process.start(spec)
         self._spec = spec
+        return computation
 
     def _serve(self, config: GeneratorConfig) -> str:
         """Serves the learner's model as it stands, not copied. Returns the server's root."""

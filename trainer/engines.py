@@ -10,6 +10,7 @@ from driftgym.agents.generators.launch import start_embedded
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.probe import check_logprobs
 from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.agents.generators.turns import TurnTakingPool
 from driftgym.agents.generators.vllm import VLLMGenerator
 from driftgym.errors import GeneratorError
 from driftgym.trainer.colocated_client import ColocatedTrainingClient
@@ -49,9 +50,17 @@ async def _serve_in_learner(
     """The learner's own engine. Nothing is started in its place: it is lost with the learner alone."""
     config = request.config
     url = await client.serve(config.generator)
-    generator = SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=config.generator.max_concurrency)
-    # Answers whole: the engine drains before each step, and an answer in slices would be asked for again after it.
-    pool = _pool_of([generator], request, policy_version=update.policy_version, chunk_tokens=None, came_with=update)
+    # What waits does so in the pool, where its clock stands still during a step, and not in the engine.
+    max_concurrency = min(config.generator.max_concurrency, config.generator.max_batch_size)
+    generator = SGLangGenerator(url, incarnation=update.incarnation, max_concurrency=max_concurrency)
+    pool = TurnTakingPool(
+        [generator],
+        policy_version=update.policy_version,
+        came_with=update,
+        # Answers whole: the engine drains before each step, and an answer in slices would be asked for again after it.
+        **(_pool_settings(request) | {"chunk_tokens": None, "max_concurrency": max_concurrency}),
+    )
+    client.takes_turns_with(pool)
     closer.add("the generators", pool.close)
     return pool
 
@@ -110,30 +119,36 @@ async def _join_servers(request: StartRequest, update: WeightUpdate, closer: Clo
         update, mode="in_flight", keep_kv=config.generator.keep_kv, timeout_s=config.limits.weight_update_s
     )
     for server in servers:
-        await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=config.limits.generation_s)
+        timeout_s = config.limits.generation_s
+        if not await check_logprobs(server, name=server.url, token_id=probe_id, timeout_s=timeout_s):
+            request.say(
+                f"{server.url} does not score tokens, so that nobody can tell whether its log-probs are of after the "
+                "temperature: look at ratio_mean_at_lag0, which is 1 where they are"
+            )
     return pool
 
 
 def _pool_of(
     generators: Sequence[Generator], request: StartRequest, *, policy_version: int, **options: Any
 ) -> GeneratorPool:
+    return GeneratorPool(generators, policy_version=policy_version, **(_pool_settings(request) | options))
+
+
+def _pool_settings(request: StartRequest) -> dict[str, Any]:
     config = request.config.generator
 
     def tell(event: str, text: str) -> None:
         request.say(text)
         request.count(event)
 
-    settings = {"chunk_tokens": config.chunk_tokens, **options}
-    return GeneratorPool(
-        generators,
-        policy_version=policy_version,
-        iteration_tokens=config.iteration_tokens,
-        max_concurrency=config.max_concurrency,
-        max_paused_share=config.max_paused_share,
-        idle_s=_PARKED_IDLE_S,
-        on_event=tell,
-        **settings,
-    )
+    return {
+        "chunk_tokens": config.chunk_tokens,
+        "iteration_tokens": config.iteration_tokens,
+        "max_concurrency": config.max_concurrency,
+        "max_paused_share": config.max_paused_share,
+        "idle_s": _PARKED_IDLE_S,
+        "on_event": tell,
+    }
 
 
 async def _start_all(start: Callable[[], Awaitable[Generator]], *, num: int) -> list[Generator]:

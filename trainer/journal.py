@@ -1,9 +1,10 @@
 """The journal: what was issued, what finished, and what was consumed at which step. `RUN/journal.sqlite` and the
 trajectories beside it.
 
-One process writes it, each change in one transaction, so that after `kill -9` it stands between two changes. A
-group's trajectories are written before the row that calls the group finished. `step` is the policy version that
-the step made. SQLite in WAL mode: readers (a web page, a second shell) never hold up the run.
+One process writes it, each change in one transaction, so that after `kill -9` it stands between two changes, and so
+it does after a power failure, with all from before the last `flush`. A group's trajectories are written before the row
+that calls the group finished. `step` is the policy version that the step made. SQLite in WAL mode: readers (a web page,
+a second shell) never hold up the run.
 """
 
 import contextlib
@@ -15,12 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from driftgym.errors import TrainingError
+from driftgym.metrics import plain_row
+from driftgym.trainer.counts import Counts, read_counts, read_rewards, read_rewards_by_group
+from driftgym.trainer.durable import flush_to_disk
 from driftgym.trainer.records import read_group, write_group
 from driftgym.trainer.staleness import LagHistogram, newest_version, oldest_version
 from driftgym.trainer.tally import Tally
 from driftgym.types import Trajectory, TrajectoryGroup
 
 _EVENT_KEY = "event:"  # in `meta`, before the name of what is counted
+_COUNT_FLUSH = "INSERT INTO meta VALUES ('flushes', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1"
 _SETTLED_KEY = "settled:"  # likewise, of what is the same in every life
 GroupState = Literal["issued", "finished", "failed", "trained", "dropped", "filtered"]
 
@@ -62,28 +67,6 @@ class GroupRow:
     """The oldest version that wrote one of its tokens; None before it finished, or when it has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Episodes on the surviving lineage of the run.
-
-    >>> Counts(started=8, finished=8, trained=4, groups_failed=0, groups_dropped=0).trained
-    4
-    """
-
-    started: int
-    """Members of groups that were issued."""
-    finished: int
-    """Members whose episode ended, however it did."""
-    trained: int
-    """Scored members of groups that a step trained."""
-    groups_failed: int
-    """Groups of which no member is scored: consumed without a step."""
-    groups_dropped: int
-    """Groups left out for their age."""
-    groups_filtered: int = 0
-    """Groups left out because their advantages are all 0."""
-
-
 class Journal:
     """One run's journal. Not for several threads; close it at the end.
 
@@ -94,26 +77,20 @@ class Journal:
         self._db = connection
         self._trajectories = trajectories
         self._incarnation = 0
+        self._unflushed: list[Path] = []
         self._tally: Tally | None = None  # made when first asked for, and anew after a change of the past
 
     @classmethod
     def open(cls, run_dir: Path) -> "Journal":
         """The journal of the run in `run_dir`. Raises TrainingError when it is not a journal."""
-        trajectories = run_dir / "trajectories"
-        trajectories.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "journal.sqlite"
+        trajectories, path = run_dir / "trajectories", run_dir / "journal.sqlite"
         try:
-            connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+            trajectories.mkdir(parents=True, exist_ok=True)
+            return cls(_connect(path), trajectories)
+        except OSError as error:
+            raise TrainingError(f"{trajectories}: cannot be written ({error.strerror})") from None
         except sqlite3.Error as error:
             raise TrainingError(f"{path}: cannot be opened as a journal ({error})") from None
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
-            connection.executescript(_SCHEMA)
-        except sqlite3.Error as error:
-            connection.close()
-            raise TrainingError(f"{path}: cannot be opened as a journal ({error})") from None
-        return cls(connection, trajectories)
 
     @property
     def incarnation(self) -> int:
@@ -121,12 +98,13 @@ class Journal:
         return self._incarnation
 
     def begin_life(self) -> int:
-        """Counts one more life of the run and returns its number."""
+        """Counts one more life of the run and returns its number, which no later life gets, whatever happens."""
         with self._transaction():
             self._db.execute(
                 "INSERT INTO meta VALUES ('incarnation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1"
             )
         ((self._incarnation,),) = self._db.execute("SELECT value FROM meta WHERE key = 'incarnation'")
+        self.flush()
         return self._incarnation
 
     def issue(self, *, group_id: str, task_index: int, group_size: int, min_policy_version: int) -> None:
@@ -135,13 +113,21 @@ class Journal:
             self._db.execute(
                 "INSERT INTO groups (group_id, task_index, group_size, min_policy_version, incarnation, state)"
                 " VALUES (?, ?, ?, ?, ?, 'issued') ON CONFLICT (group_id) DO UPDATE SET"
-                " min_policy_version = excluded.min_policy_version, incarnation = excluded.incarnation",
+                " group_size = excluded.group_size, min_policy_version = excluded.min_policy_version,"
+                " incarnation = excluded.incarnation",
                 (group_id, task_index, group_size, min_policy_version, self._incarnation),
             )
 
     def write_trajectories(self, group: TrajectoryGroup) -> None:
         """Writes the group's trajectories; safe in another thread. `finish` comes after."""
         write_group(self._path(group.group_id), group)
+        self._unflushed.append(self._path(group.group_id))
+
+    def flush_trajectories(self) -> None:
+        """Makes those written so far safe against a power failure; safe in another thread. Raises OSError."""
+        paths, self._unflushed = self._unflushed, []
+        if paths:
+            flush_to_disk(*paths, self._trajectories)
 
     def finish(self, group: TrajectoryGroup, *, failed: bool, step: int | None = None) -> None:
         """A group's episodes have ended. A failed one (no member is scored) is consumed with that, no later than by
@@ -201,7 +187,7 @@ class Journal:
             self._consume(filtered, "filtered", step=step)
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?)",
-                (step, self._incarnation, json.dumps(row), json.dumps(lags.counts)),
+                (step, self._incarnation, json.dumps(plain_row(row)), json.dumps(lags.counts)),
             )
 
     def _consume(self, group_ids: Iterable[str], state: GroupState, *, step: int) -> None:
@@ -268,26 +254,15 @@ class Journal:
 
     def counts(self) -> Counts:
         """How many episodes started, finished, were trained; and the groups that were not."""
-        return _read_counts(self._db)
+        return read_counts(self._db)
 
     def rewards_by_group(self) -> list[tuple[int, list[float]]]:
         """For each group with a scored member, in the order of issue: the index of its task, and their grades."""
-        rows = self._db.execute(
-            "SELECT task_index, json_group_array(reward) FROM episodes JOIN groups USING (group_id)"
-            " WHERE reward IS NOT NULL GROUP BY task_index ORDER BY task_index"
-        )
-        return [(task_index, json.loads(rewards)) for task_index, rewards in rows]
+        return read_rewards_by_group(self._db)
 
     def rewards(self) -> list[float]:
-        """The grades of the scored episodes, in the order in which their tasks were taken.
-
-        In the order in which they ended, short episodes would come first, and those are often the failed ones.
-        """
-        rows = self._db.execute(
-            "SELECT reward FROM episodes JOIN groups USING (group_id) WHERE reward IS NOT NULL "
-            "ORDER BY task_index, member"
-        )
-        return [reward for (reward,) in rows]
+        """The grades of the scored episodes, in the order in which their tasks were taken."""
+        return read_rewards(self._db)
 
     @property
     def tally(self) -> Tally:
@@ -302,7 +277,13 @@ class Journal:
         return self._tally
 
     def flush(self) -> None:
-        """Makes all that was written safe against a power failure."""
+        """Makes all that was recorded safe against a power failure; `flush_trajectories` comes before."""
+        self._db.execute("PRAGMA synchronous=FULL")  # whose commits wait until the log is on the disk
+        try:
+            with self._transaction():
+                self._db.execute(_COUNT_FLUSH)
+        finally:
+            self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def close(self) -> None:
@@ -336,6 +317,36 @@ class Journal:
             raise
 
 
+def _connect(path: Path) -> sqlite3.Connection:
+    """A connection to a journal, which is made where there is none. Raises sqlite3.Error when it is damaged."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.executescript(_SCHEMA)
+        ((verdict,),) = connection.execute("PRAGMA quick_check(1)")
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def leave_out(journal: Journal, groups: Iterable[TrajectoryGroup], *, step: int, figures: Mapping[str, Any]) -> None:
+    """After `step`, the last one, these groups were too old as well; its row takes up `figures`, which count them.
+
+    Raises:
+        TrainingError: one of them is not finished, or was consumed before; nothing is changed.
+    """
+    db = journal._db
+    with journal._transaction():
+        journal._consume((group.group_id for group in groups), "dropped", step=step)
+        for (row,) in db.execute("SELECT row FROM steps WHERE step = ?", (step,)).fetchall():
+            text = json.dumps(json.loads(row) | plain_row(figures))
+            db.execute("UPDATE steps SET row = ? WHERE step = ?", (text, step))
+
+
 def settled(journal: Journal, name: str, value: int) -> int:
     """What `name` was in the first life of the run, where it must not change; settled as `value` if by none yet."""
     key, db = _SETTLED_KEY + name, journal._db
@@ -343,22 +354,6 @@ def settled(journal: Journal, name: str, value: int) -> int:
         db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (key, value))
         ((kept,),) = db.execute("SELECT value FROM meta WHERE key = ?", (key,))
     return int(kept)
-
-
-def _read_counts(db: sqlite3.Connection) -> Counts:
-    ((started, finished, trained, failed, dropped, filtered),) = db.execute(
-        "SELECT COALESCE(SUM(group_size), 0), COALESCE(SUM(num_ended), 0),"
-        " COALESCE(SUM(num_scored * (state = 'trained')), 0), COALESCE(SUM(state = 'failed'), 0),"
-        " COALESCE(SUM(state = 'dropped'), 0), COALESCE(SUM(state = 'filtered'), 0) FROM groups"
-    )
-    return Counts(
-        started=started,
-        finished=finished,
-        trained=trained,
-        groups_failed=failed,
-        groups_dropped=dropped,
-        groups_filtered=filtered,
-    )
 
 
 def _episode_values(trajectory: Trajectory) -> tuple[Any, ...]:

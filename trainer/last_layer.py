@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from driftgym.trainer.packed_attention import PackedRows
+from driftgym.trainer.precision import decoder_output
 
 _TOLERANCE = 1e-4
 
@@ -68,14 +69,12 @@ def hidden_states_at(
     arguments = packed_rows.decoder_arguments() if packed_rows is not None else {}
     pruned = _pruned_forward_of(decoder)
     if pruned is None:
-        hidden_BTH: Tensor = decoder(input_ids=token_ids, use_cache=False, **arguments).last_hidden_state
-        return hidden_BTH.flatten(0, 1).index_select(0, positions)
+        return decoder_output(decoder, token_ids, **arguments).flatten(0, 1).index_select(0, positions)
     pruned.positions = positions
     try:
-        hidden_1NH: Tensor = decoder(input_ids=token_ids, use_cache=False, **arguments).last_hidden_state
+        return decoder_output(decoder, token_ids, **arguments)[0]
     finally:
         pruned.positions = None
-    return hidden_1NH[0]
 
 
 @torch.no_grad()

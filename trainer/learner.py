@@ -1,12 +1,7 @@
-"""The learner: a model, its optimizer, and the steps they take. Run as a process, it answers the trainer's calls.
-
-`python -m driftgym.trainer.learner` speaks `driftgym.processes` on its standard input and output; the calls are those
-of `training_client.ProcessTrainingClient`, after a first `start`.
-"""
+"""The learner: a model, its optimizer, and the steps they take; `learner_process` runs it as a process."""
 
 import copy
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,40 +9,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from driftgym.errors import TrainingError
-from driftgym.processes import serve_calls
 from driftgym.trainer.adapters import adapters_of
-from driftgym.trainer.batch_shape import BatchShape, group_names, sampled_lengths
-from driftgym.trainer.batching import Row
-from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
+from driftgym.trainer.batch_shape import BatchShape, group_names, sampled_lengths, sequence_names
+from driftgym.trainer.batching import Row, TokenScorer
+from driftgym.trainer.finite import check_finite, checked_grad_norm
+from driftgym.trainer.gradients import PassSettings, accumulate_gradients
 from driftgym.trainer.learner_config import LearnerConfig, LearnerSpec
 from driftgym.trainer.learner_state import has_reference, load_state, save_state
 from driftgym.trainer.model_loading import load_model, named_weights, trained_parameters
 from driftgym.trainer.models import ordinary_token_ids
 from driftgym.trainer.objective_config import ObjectiveConfig
 from driftgym.trainer.objectives import LossSpec, token_weights
+from driftgym.trainer.ranks import ALONE, Ranks
+from driftgym.trainer.sharding import copy_parameters, sharded, whole
 from driftgym.trainer.steps import OpenStep, adamw, clipped_step, step_learning_rate
 from driftgym.trainer.training_client import PassFigures, StepReport
 from driftgym.trainer.warmup import warmup_batches, warmup_learning_rate
 from driftgym.trainer.weights import WeightPublisher
 from driftgym.types import Segment, WeightUpdate
 
-_MAX_NAMED = 8
-
 
 class Learner:
     """A model that is trained. Synchronous; `policy_version` counts its optimizer steps.
+
+    Where several processes train it together (`ranks`), each has a Learner, and is called as the others are.
 
     Raises:
         ConfigError: the model cannot be loaded, or cannot be trained here.
     """
 
-    def __init__(self, spec: LearnerSpec) -> None:
+    def __init__(self, spec: LearnerSpec, *, ranks: Ranks = ALONE) -> None:
         self._spec = spec
-        device = torch.device("cpu")
-        self._model = load_model(spec.model, spec.model_folder, seed=spec.seed, device=device)
+        self._ranks = ranks
+        self._model = self._new_model()
+        self._scorer = sharded(TokenScorer(self._model), ranks)
         self.parameters = trained_parameters(self._model)
         """What training changes, by name."""
         self._optimizer = adamw(self.parameters, spec.config.optimizer)
@@ -58,9 +55,10 @@ class Learner:
             loss=loss,
             temperature=spec.temperature,
             max_tokens=spec.config.micro_batch_tokens,
-            device=device,
+            device=ranks.device,
+            ranks=ranks,
         )
-        self._reference: torch.nn.Module | None = None
+        self._reference: TokenScorer | None = None
         self._publisher: WeightPublisher | None = None
         self._has_moved = False
         self.policy_version = 0
@@ -91,11 +89,15 @@ class Learner:
         self._step.check("forward_backward")
         started = time.perf_counter()
         try:
+            check_finite(segments, step=self.policy_version + 1)
+            _check_segments(segments, num_known=self._model.get_input_embeddings().weight.shape[0])
             settings = self._pass_settings(objective)
             rows = _rows(segments, batch, config=self._spec.config, loss=settings.loss)
-            report = accumulate_gradients(self._model, rows, policy_version=self.policy_version, settings=settings)
-            grad_norm = self._checked_grad_norm(report, rows, settings)
-            return self._step.add(report, segments, grad_norm=grad_norm, seconds=time.perf_counter() - started)
+            report = accumulate_gradients(self._scorer, rows, policy_version=self.policy_version, settings=settings)
+            norm = checked_grad_norm(
+                self._scorer, self.parameters, report, rows, settings=settings, step=self.policy_version + 1
+            )
+            return self._step.add(report, segments, grad_norm=norm, seconds=time.perf_counter() - started)
         except BaseException as error:
             self._begin_step()
             self._step.spoil(error)
@@ -139,7 +141,7 @@ class Learner:
         loss = self._settings.loss if objective is None else replace(self._settings.loss, objective=objective)
         return replace(self._settings, loss=loss, reference=self._reference_policy(loss))
 
-    def _reference_policy(self, loss: LossSpec) -> torch.nn.Module | None:
+    def _reference_policy(self, loss: LossSpec) -> TokenScorer | None:
         """The policy as it was before the first step, where the loss reads it; kept apart, and by checkpoints too."""
         if not loss.needs_reference:
             return None
@@ -151,14 +153,22 @@ class Learner:
         self._reference = self._reference or self._frozen_copy()
         return self._reference
 
-    def _frozen_copy(self) -> torch.nn.Module:
-        return copy.deepcopy(self._model).requires_grad_(False).eval()
+    def _new_model(self) -> Any:
+        return load_model(self._spec.model, self._spec.model_folder, seed=self._spec.seed, device=self._ranks.device)
 
-    def _trained_part(self, reference: torch.nn.Module | None) -> dict[str, torch.nn.Parameter] | None:
+    def _frozen_copy(self) -> TokenScorer:
+        is_alone = self._ranks.size == 1
+        model = copy.deepcopy(self._model) if is_alone else self._new_model()  # torch does not copy sharded modules
+        scorer = sharded(TokenScorer(model.requires_grad_(False).eval()), self._ranks)
+        if not is_alone:
+            copy_parameters(self._model, model)
+        return scorer
+
+    def _trained_part(self, reference: TokenScorer | None) -> dict[str, torch.nn.Parameter] | None:
         """The parameters of `reference` that training changes in the policy."""
         if reference is None:
             return None
-        parameters = dict(reference.named_parameters())
+        parameters = dict(reference.model.named_parameters())
         return {name: parameters[name] for name in self.parameters}
 
     def warm_up(self, segments: Sequence[Segment]) -> Mapping[str, float]:
@@ -187,11 +197,12 @@ class Learner:
         settings = replace(self._settings, loss=LossSpec(objective=ObjectiveConfig(name="reinforce")))
         losses: list[float] = []
         for step, rows in enumerate(batches):
-            report = accumulate_gradients(self._model, rows, policy_version=0, settings=settings)
+            report = accumulate_gradients(self._scorer, rows, policy_version=0, settings=settings)
+            norm = checked_grad_norm(self._scorer, self.parameters, report, rows, settings=settings, step=step + 1)
             clipped_step(
                 optimizer,
                 self.parameters,
-                grad_norm=self._checked_grad_norm(report, rows, settings),
+                grad_norm=norm,
                 max_grad_norm=config.max_grad_norm,
                 learning_rate=warmup_learning_rate(self._spec.warmup, step),
             )
@@ -200,8 +211,16 @@ class Learner:
         return losses
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight by the name that it is published under; see model_loading.named_weights."""
-        return named_weights(self._model)
+        """Every weight, whole, by the name that it is published under; see model_loading.named_weights.
+
+        All processes of a learner must go through all of them.
+        """
+        return ((name, whole(tensor)) for name, tensor in named_weights(self._model))
+
+    def lend_weights(self, *_: Any, **__: Any) -> None:
+        """What `publish` is in the processes that only give their parts of the weights, to the first."""
+        for _each in self.weights():
+            pass
 
     def publish(self, folder: Path, *, is_last: bool = False) -> WeightUpdate:
         """See TrainingClient."""
@@ -231,6 +250,7 @@ class Learner:
             optimizer=self._optimizer,
             policy_version=self.policy_version,
             reference=self._trained_part(reference),
+            writes=self._ranks.is_first,
         )
 
     def load(self, folder: Path, *, policy_version: int) -> None:
@@ -249,88 +269,39 @@ class Learner:
         self.policy_version = policy_version
         self._begin_step()
 
-    def _checked_grad_norm(self, report: PassReport, rows: Sequence[Row], settings: PassSettings) -> torch.Tensor:
-        """[] the norm of the gradients that there are.
 
-        Raises:
-            TrainingError: the loss or a gradient is not finite; names the trajectories that make it so.
-        """
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
-        if math.isfinite(report.loss) and math.isfinite(float(norm)):
-            return norm
-        what = "a gradient" if math.isfinite(report.loss) else "the loss"
-        raise TrainingError(
-            f"step {self.policy_version + 1}: {what} is not finite; the weights are as before. "
-            f"Trajectories: {', '.join(self._culprits(rows, settings)) or 'none on its own'}"
-        )
-
-    def _culprits(self, rows: Sequence[Row], settings: PassSettings) -> list[str]:
-        """The trajectories whose own loss or gradient is not finite; at most eight, then an ellipsis."""
-        named: list[str] = []
-        for row in rows:
-            self._optimizer.zero_grad(set_to_none=True)
-            report = accumulate_gradients(self._model, [row], policy_version=0, settings=settings)
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            if math.isfinite(report.loss) and all(bool(gradient.isfinite().all()) for gradient in gradients):
-                continue
-            if len(named) == _MAX_NAMED:
-                return [*named, "..."]
-            named.append(row.segment.trajectory_id)
-        return named
+def _check_segments(segments: Sequence[Segment], *, num_known: int) -> None:
+    """Raises TrainingError for what a pass would fail on: there, one of several processes would leave the others."""
+    for segment in segments:
+        if len(segment.loss_mask) and segment.loss_mask[0]:
+            raise TrainingError(f"{segment.trajectory_id}: the first token cannot be trained: nothing predicts it")
+        unknown = segment.token_ids[(segment.token_ids < 0) | (segment.token_ids >= num_known)]
+        if len(unknown):
+            raise TrainingError(
+                f"{segment.trajectory_id}: token {unknown[0]} is unknown to the model, which has {num_known} tokens"
+            )
 
 
 def _rows(segments: Sequence[Segment], batch: BatchShape | None, *, config: LearnerConfig, loss: LossSpec) -> list[Row]:
     """Segments with the weight of their tokens, which lag rules, micro-batches and calls do not change.
 
     Raises:
-        TrainingError: they cannot be a part of `batch`, or are a part and the loss needs all of it at once.
+        TrainingError: they cannot be a part of `batch`; or are a part, and the loss needs all of it at once, or all
+            rows of a trajectory of which some are here.
     """
     part = BatchShape.of(segments)
     if batch is not None and not batch.holds(part):
         raise TrainingError("the segments are no part of the batch: its shape is that of all its segments together")
     if batch is not None and batch != part and loss.objective.needs_whole_batch:
         raise TrainingError(f"objective {loss.objective.name} looks at the whole batch: give it in one call")
+    if batch is not None and loss.needs_whole_sequences and batch.cuts_a_sequence(part):
+        raise TrainingError("the loss looks at whole trajectories: give all segments of a trajectory in one call")
     weights = token_weights(
         sampled_lengths(segments),
         normalisation=config.normalisation,
         groups=group_names(segments),
+        sequences=sequence_names(segments),
         fixed_num_tokens=config.fixed_num_tokens,
         batch=batch or part,
     )
     return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
-
-
-class LearnerProcess:
-    """The calls that the process answers: `start` first, then those of the learner that it makes."""
-
-    def __init__(self) -> None:
-        self._learner: Learner | None = None
-
-    @property
-    def learner(self) -> Learner | None:
-        """None before `start`."""
-        return self._learner
-
-    def start(self, spec: LearnerSpec) -> None:
-        """Makes the learner."""
-        torch.set_num_threads(spec.config.num_threads)
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self._learner = Learner(spec)
-
-    def methods(self) -> dict[str, Any]:
-        """By name."""
-        names = ("forward_backward", "optim_step", "publish", "save", "load", "warm_up")
-        return {"start": self.start} | {name: self._forward(name) for name in names}
-
-    def _forward(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._learner is None:
-                raise TrainingError(f"the learner was asked for {name} before start")
-            return getattr(self._learner, name)(*args, **kwargs)
-
-        return call
-
-
-if __name__ == "__main__":
-    serve_calls(LearnerProcess().methods())

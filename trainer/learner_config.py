@@ -58,7 +58,10 @@ class LearnerConfig(Config):
     micro_batch_tokens: int = pydantic.Field(
         2048, gt=0, description="A forward pass takes at most this many tokens, padding included."
     )
-    num_threads: int = pydantic.Field(1, gt=0, description="Threads of the learner on a CPU.")
+    num_threads: int = pydantic.Field(1, gt=0, description="Threads of the learner on a CPU, of each of its processes.")
+    num_processes: int = pydantic.Field(
+        1, gt=0, description="Processes that share the rows of a step, each with a part of every weight (FSDP)."
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_fixed(self) -> "LearnerConfig":
@@ -111,3 +114,15 @@ class LearnerSpec:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"LearnerSpec: training needs a sampling temperature above 0, got {self.temperature}")
+        if problem := processes_problem(self.model, self.config):
+            raise ValueError(f"LearnerSpec: {problem}")
+
+
+def processes_problem(model: ModelConfig, config: LearnerConfig) -> str | None:
+    """Why `model` cannot be trained by so many processes; None when it can."""
+    if config.num_processes > 1 and model.lora is not None:
+        return (
+            f"learner.num_processes: adapters (model.lora) are trained by one process: set it from "
+            f"{config.num_processes} to 1, or model.lora to null"
+        )
+    return None

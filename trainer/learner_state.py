@@ -11,6 +11,7 @@ from torch import nn
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.checkpoint import check_sealed, sealed_folder
+from driftgym.trainer.sharding import gathered, load_optimizer_state, optimizer_state, part_of
 
 _WEIGHTS = "weights.safetensors"
 _OPTIMIZER = "optimizer.pt"
@@ -25,16 +26,31 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     policy_version: int,
     reference: Mapping[str, nn.Parameter] | None = None,
+    writes: bool = True,
 ) -> None:
     """Writes the state into `folder`, sealed (see checkpoint). Raises OSError when it cannot be written.
 
-    `reference`: the same parameters of the reference policy, where there is one.
+    Of a learner of several processes all must call it: it gathers whole tensors, so that any number of processes can
+    go on with them.
+
+    Args:
+        folder: takes the files.
+        parameters: that are trained.
+        optimizer: of these.
+        policy_version: of these.
+        reference: the same parameters of the reference policy, where there is one.
+        writes: false in the processes that only give their parts.
     """
+    weights = gathered(parameters, keeps=writes)
+    reference_weights = None if reference is None else gathered(reference, keeps=writes)
+    moments = optimizer_state(optimizer, keeps=writes)
+    if not writes:
+        return
     with sealed_folder(folder) as partial:
-        safetensors.torch.save_file(_on_cpu(parameters), partial / _WEIGHTS)
-        if reference is not None:
-            safetensors.torch.save_file(_on_cpu(reference), partial / _REFERENCE)
-        torch.save({"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state()}, partial / _OPTIMIZER)
+        safetensors.torch.save_file(weights, partial / _WEIGHTS)
+        if reference_weights is not None:
+            safetensors.torch.save_file(reference_weights, partial / _REFERENCE)
+        torch.save({"optimizer": moments, "torch_rng": torch.get_rng_state()}, partial / _OPTIMIZER)
         (partial / _STATE).write_text(json.dumps({"policy_version": policy_version}), encoding="utf-8")
 
 
@@ -46,7 +62,9 @@ def load_state(
     policy_version: int,
     reference: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
-    """Puts what `save_state` wrote into the parameters, the optimizer and the random state.
+    """Puts what `save_state` wrote into the parameters, the optimizer and the random state; of each its part.
+
+    What the optimizer was told when it was made (betas, weight decay) stays.
 
     Raises:
         TrainingError: a file is missing or damaged, or the state is of another version or of another model; nothing
@@ -59,22 +77,22 @@ def load_state(
     tensors = _read(folder, _WEIGHTS, parameters)
     reference_tensors = {} if reference is None else _read(folder, _REFERENCE, reference)
     state = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    load_optimizer_state(optimizer, state["optimizer"])
+    for group, of_config in zip(optimizer.param_groups, settings, strict=True):
+        group.update(of_config)  # which may have changed since
     torch.set_rng_state(state["torch_rng"])
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(part_of(tensors[name], like=parameter))
         for name, tensor in reference_tensors.items():
-            (reference or {})[name].copy_(tensor)
+            kept = (reference or {})[name]
+            kept.copy_(part_of(tensor, like=kept))
 
 
 def has_reference(folder: Path) -> bool:
     """True when `save_state` was given a reference policy to write to `folder`."""
     return (folder / _REFERENCE).is_file()
-
-
-def _on_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().to("cpu").contiguous() for name, parameter in parameters.items()}
 
 
 def _read(folder: Path, file_name: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ A checkpoint is one folder, published by one rename (`checkpoint.sealed_folder`)
 `state.json`, of one moment between two steps. Going on from it rolls everything else back to that moment.
 """
 
+import asyncio
 import fcntl
 import json
 import os
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from driftgym.errors import ConfigError, TrainingError
-from driftgym.metrics import split_lost_rows
-from driftgym.trainer.checkpoint import newest_complete, remove_partial, sealed_folder
+from driftgym.metrics import add_missing_rows, split_lost_rows
+from driftgym.trainer.checkpoint import newest_complete, number_in_name, remove_partial, sealed_folder
+from driftgym.trainer.durable import flush_to_disk
 from driftgym.trainer.journal import GroupRow, Journal
-from driftgym.trainer.staleness import LagRule, PendingGroup
+from driftgym.trainer.staleness import LagRule, PendingGroup, oldest_version
 from driftgym.trainer.training_client import TrainingClient
 from driftgym.types import TrajectoryGroup
 
@@ -68,9 +70,11 @@ async def write_checkpoint(run_dir: Path, client: TrainingClient, journal: Journ
         TrainingError: it cannot be written; the earlier ones stand.
     """
     checkpoints = run_dir / "checkpoints"
-    folder = checkpoints / f"{policy_version:08d}"
-    journal.flush()  # a checkpoint never outlives the journal that leads up to it
+    folder = checkpoints / _folder_name(policy_version)
     try:
+        # A checkpoint never outlives the journal that leads up to it, nor that the trajectories that it speaks of.
+        await asyncio.to_thread(_flush_records, run_dir, journal)
+        journal.flush()
         shutil.rmtree(folder, ignore_errors=True)  # only a damaged one can stand in the way
         with sealed_folder(folder) as partial:
             await client.save(learner_part(partial))
@@ -84,6 +88,13 @@ async def write_checkpoint(run_dir: Path, client: TrainingClient, journal: Journ
     return folder
 
 
+def _flush_records(run_dir: Path, journal: Journal) -> None:
+    """All that a run writes beside journal and checkpoints, and the names of these. Raises OSError."""
+    journal.flush_trajectories()
+    metrics = run_dir / "metrics.jsonl"
+    flush_to_disk(*([metrics] if metrics.exists() else []), run_dir, run_dir.parent)
+
+
 def take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[str], None]) -> Lineage:
     """Rolls the run in `run_dir` back to its newest complete checkpoint, or to its beginning where there is none.
 
@@ -91,9 +102,16 @@ def take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[st
     writer left of a checkpoint is removed.
 
     Raises:
-        ConfigError: there are checkpoints, and none is complete; nothing is changed.
+        ConfigError: there are checkpoints, and none is complete: nothing is changed; or the folder cannot be written.
         TrainingError: journal and checkpoint do not belong together.
     """
+    try:
+        return _take_up(run_dir, journal, rule, say=say)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or run_dir}: cannot be taken up ({error.strerror})") from None
+
+
+def _take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[str], None]) -> Lineage:
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
     remove_partial(checkpoints)
@@ -102,10 +120,15 @@ def take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[st
     if journal.last_step() < version:
         raise TrainingError(f"{run_dir}: the journal ends at step {journal.last_step()}, before checkpoint {version}")
     for path in checkpoints.iterdir():
-        if path.name.isdigit() and path != checkpoint:
+        if path.name.isdigit() and (checkpoint is None or path.resolve() != checkpoint.resolve()):
             _set_aside(path, is_lost=int(path.name) >= version)
+    if checkpoint is not None and checkpoint.name.isdigit():
+        checkpoint = checkpoint.rename(checkpoints / _folder_name(version))  # a later one may be called as it was
     num_lost = split_lost_rows(run_dir / "metrics.jsonl", run_dir / "metrics.lost.jsonl", last_step=version)
     journal.roll_back(version)
+    num_missing = add_missing_rows(run_dir / "metrics.jsonl", journal.step_rows())
+    if num_missing:
+        say(f"{num_missing} rows were missing in metrics.jsonl; they are there again, from the journal")
     if num_lost:
         say(f"{num_lost} steps after step {version} were lost; their metrics are in metrics.lost.jsonl")
     restored = _restore(journal, rule, policy_version=version, say=say)
@@ -116,9 +139,12 @@ def lock_run(run_dir: Path) -> int:
     """Takes the run for this process until it ends. Returns the lock's file descriptor.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process has it, or the folder cannot be written.
     """
-    lock = os.open(run_dir / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        lock = os.open(run_dir / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{run_dir / 'run.lock'}: cannot be written ({error.strerror})") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -127,10 +153,14 @@ def lock_run(run_dir: Path) -> int:
     return lock
 
 
+def _folder_name(policy_version: int) -> str:
+    return f"{policy_version:08d}"
+
+
 def _newest_checkpoint(checkpoints: Path, *, say: Callable[[str], None]) -> Path | None:
     """The one to go on from. Raises ConfigError when all are damaged: to begin anew would throw the run away."""
     passed_over: list[str] = []
-    checkpoint = newest_complete(checkpoints, say=passed_over.append)
+    checkpoint = newest_complete(checkpoints, say=passed_over.append, number_of=_said_version)
     if checkpoint is None and passed_over:
         raise ConfigError(
             f"{checkpoints}: no checkpoint is complete: {'; '.join(passed_over)}. Put one back from a copy, or remove "
@@ -139,6 +169,15 @@ def _newest_checkpoint(checkpoints: Path, *, say: Callable[[str], None]) -> Path
     for line in passed_over:
         say(line)
     return checkpoint
+
+
+def _said_version(checkpoint: Path) -> int | None:
+    """The version that a checkpoint says it is of, whatever the number in its name; that one where it does not say."""
+    number = number_in_name(checkpoint)
+    try:
+        return None if number is None else _version_of(checkpoint)
+    except TrainingError:
+        return number
 
 
 def _version_of(checkpoint: Path) -> int:
@@ -159,15 +198,22 @@ def _set_aside(path: Path, *, is_lost: bool) -> None:
         path.rename(aside)
 
 
+def _checked(group: TrajectoryGroup, row: GroupRow) -> TrajectoryGroup:
+    """`group`, if it is the one that the journal tells of. Raises TrainingError."""
+    if (group.group_id, oldest_version(group)) != (row.group_id, row.oldest_version):
+        raise TrainingError(f"the trajectories of {row.group_id} are not those that the journal tells of")
+    return group
+
+
 def _restore(
     journal: Journal, rule: LagRule, *, policy_version: int, say: Callable[[str], None]
 ) -> tuple[RestoredGroup, ...]:
     """The finished groups that can still be trained in time; the others become unfinished."""
     rows = {row.group_id: row for row in journal.groups("finished")}
     groups: dict[str, TrajectoryGroup] = {}
-    for group_id in rows:
+    for group_id, row in rows.items():
         try:
-            groups[group_id] = journal.load_group(group_id)
+            groups[group_id] = _checked(journal.load_group(group_id), row)
         except TrainingError as error:
             say(f"{error}; the group is played again")
     pending = [

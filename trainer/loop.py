@@ -22,7 +22,7 @@ from driftgym.errors import GeneratorError, TrainingError
 from driftgym.metrics import Metrics
 from driftgym.trainer.buffer import Batch, GroupBuffer
 from driftgym.trainer.curriculum import Curriculum, TaskSource
-from driftgym.trainer.journal import Journal
+from driftgym.trainer.journal import Journal, leave_out
 from driftgym.trainer.left_out import LeftOut
 from driftgym.trainer.lineage import Lineage, write_checkpoint
 from driftgym.trainer.producer import PlayGroup, Producer, Supply
@@ -159,7 +159,7 @@ class Trainer:
         waited = time.monotonic()
         batch = await self._stop.or_stop(self._next_batch())
         if not batch.groups:
-            self._end_early()
+            self._end_early(batch)
             return False
         wait_s = time.monotonic() - waited
         await self._train(batch, wait_s=wait_s)
@@ -169,7 +169,11 @@ class Trainer:
             await self._write_checkpoint()
         return True
 
-    def _end_early(self) -> None:
+    def _end_early(self, batch: Batch) -> None:
+        """No group is left to train; those that `drop` has left out since the last step are consumed with it."""
+        if batch.dropped:
+            self._count_left_out(batch)
+            leave_out(self._journal, batch.dropped, step=self._version, figures=self._left_out_row())
         when = f"after step {self._version} of {self._config.max_steps}"
         if not self._tasks.is_solved:
             raise TrainingError(f"the tasks ran out {when}")
@@ -188,7 +192,7 @@ class Trainer:
     async def _train(self, batch: Batch, *, wait_s: float) -> None:
         config = self._config
         batch = without_zero_variance(batch, zero_variance=config.zero_variance, credit=config.credit)
-        segments = self._segments(batch.groups)
+        segments = _segments(batch.groups, config, now=self._version)
         lags = _lags_of(segments, now=self._version, max_lag=self._rule.max_lag)
         self._metrics.show(f"training step {self._version + 1} on {len(segments)} segments")
         self._look_at_engines()
@@ -198,8 +202,7 @@ class Trainer:
         if report.policy_version != self._version + 1:
             raise TrainingError(f"the learner is at version {report.policy_version}, not {self._version + 1}")
         self._clock.step_s += step_s
-        self._lengths.add(batch)
-        news = self._left_out.add(batch, now=self._version, rule=self._rule)
+        self._count_left_out(batch)
         row = self._row(batch, report, lags, step_s=step_s, wait_s=wait_s)
         self._version = report.policy_version
         self._metrics.log(row)  # first: a kill in between leaves a row of a lost step, never a step without its row
@@ -211,14 +214,14 @@ class Trainer:
             row=row,
             lags=lags,
         )
-        if news is not None:
+
+    def _count_left_out(self, batch: Batch) -> None:
+        self._lengths.add(batch)
+        if news := self._left_out.add(batch, now=self._version, rule=self._rule):
             self._metrics.say(news)
 
-    def _segments(self, groups: Sequence[TrajectoryGroup]) -> list[Segment]:
-        segments = batch_segments(groups, method=self._config.advantage, credit=self._config.credit)
-        if self._rule.on_lag == "mask":
-            return [mask_stale(s, now=self._version, max_lag=self._rule.max_lag) for s in segments]
-        return segments
+    def _left_out_row(self) -> dict[str, Any]:
+        return {**self._lengths.row(), "tasks_left_out": self._left_out.num_tasks}
 
     def _row(
         self, batch: Batch, report: StepReport, lags: LagHistogram, *, step_s: float, wait_s: float
@@ -246,8 +249,7 @@ class Trainer:
             "tool_busy_fraction": self._clock.tool_busy_fraction,
             "tools_running_mean": self._clock.tools_running_mean,
             **self._journal.tally.row(),
-            **self._lengths.row(),
-            "tasks_left_out": self._left_out.num_tasks,
+            **self._left_out_row(),
             **self._clock.row(),
             **{f"learner/{name}": value for name, value in report.metrics.items()},
         }
@@ -334,6 +336,14 @@ def _curriculum(tasks: TaskSource, config: TrainerConfig, journal: Journal) -> C
     """What is played, less what the lineage that stands has solved."""
     history = journal.rewards_by_group() if config.solved_above is not None else ()
     return Curriculum(tasks, num_tasks=config.num_tasks, solved_above=config.solved_above, history=history)
+
+
+def _segments(groups: Sequence[TrajectoryGroup], config: TrainerConfig, *, now: int) -> list[Segment]:
+    """The training rows of a step at version `now`."""
+    segments = batch_segments(groups, method=config.advantage, credit=config.credit)
+    if config.on_lag == "mask":
+        return [mask_stale(segment, now=now, max_lag=config.max_lag) for segment in segments]
+    return segments
 
 
 def _lags_of(segments: Sequence[Segment], *, now: int, max_lag: int) -> LagHistogram:

@@ -12,7 +12,9 @@ from driftgym.errors import ConfigError
 from driftgym.trainer.adapters import ADAPTER_NAME
 from driftgym.trainer.last_layer import prune_last_layer
 from driftgym.trainer.models import LoraConfig, ModelConfig
-from driftgym.trainer.packed_attention import enable_packed_rows
+from driftgym.trainer.packed_attention import attend_by_kernel, attention_in_words, enable_packed_rows
+from driftgym.trainer.precision import body_dtype, compute_body_in
+from driftgym.trainer.varlen_attention import varlen_kernel
 
 _CHECK_TOLERANCE = 1e-4
 
@@ -24,12 +26,12 @@ def load_model(config: ModelConfig, folder: Path, *, seed: int, device: torch.de
 
     Raises:
         ConfigError: transformers cannot load it, or its logits are more than its head applied to its decoder's
-            output, which is how log-probs are computed here.
+            output, which is how log-probs are computed here, or it is not computed right in `config.dtype`.
     """
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(seed)
     try:
-        model = _made_from(config, folder, dtype)
+        model = _made_from(config, folder, torch.float32 if config.computes_with_copies else dtype)
     except Exception as error:
         raise ConfigError(f"model.path: {folder}: transformers cannot load it: {_first_line(error)}") from error
     _check_head(model, folder)
@@ -37,7 +39,20 @@ def load_model(config: ModelConfig, folder: Path, *, seed: int, device: torch.de
         model = _with_adapters(model, config.lora, folder)
     prune_last_layer(model)
     enable_packed_rows(model)
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if config.computes_with_copies:
+        compute_body_in(model, dtype)
+    kernel = varlen_kernel(device=device, dtype=body_dtype(model))
+    if kernel is not None:
+        attend_by_kernel(model, kernel)
+    return model
+
+
+def compute_in_words(model: Any) -> str:
+    """What the model is computed in, for people to read."""
+    dtypes = {"decoder": body_dtype(model), "weights that are trained": torch.float32}
+    types = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+    return f"{types}; attention {attention_in_words(model)}"
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

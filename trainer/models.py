@@ -54,15 +54,15 @@ class ModelConfig(Config):
         description="`random` needs config.json and a tokenizer alone, and draws weights from the run's seed.",
     )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "float32", description="Of the weights; those that are trained are float32 always."
+        "float32",
+        description="Of the decoder's computation. The head is computed in float32; what is trained is float32.",
     )
     lora: LoraConfig | None = None
 
-    @pydantic.model_validator(mode="after")
-    def _check_dtype(self) -> "ModelConfig":
-        if self.dtype != "float32" and self.lora is None:
-            raise ValueError("dtype: without lora the weights themselves are trained, and must be float32")
-        return self
+    @property
+    def computes_with_copies(self) -> bool:
+        """True where the weights that are trained are of another type than the one that is computed in."""
+        return self.lora is None and self.dtype != "float32"
 
 
 def resolve_model(config: ModelConfig, *, relative_to: Path) -> Path:

@@ -64,6 +64,7 @@ _ABOVE_ZERO_OF = {("opmd", "tau"), ("tba", "tau")}  # what rewards are divided b
 _BANDS: Mapping[str, tuple[str, str]] = {"robust": ("low", "cap"), "mis": ("low", "high"), "icepop": ("low", "high")}
 _LARGEST = 3e38  # in float32
 _WHOLE_BATCH = frozenset({"m2po", "bapo", "gepo", "tba", "opmd"})
+_WHOLE_SEQUENCES = frozenset({"robust", "gspo", "gmpo", "vespo"})
 _ALSO_WITHOUT_ADVANTAGE = frozenset({"dppo_tv", "ipo", "opmd", "tba"})
 
 
@@ -107,6 +108,12 @@ class ObjectiveConfig(Config, extra="allow"):
     def needs_whole_batch(self) -> bool:
         """True when a token's loss depends on other sequences: then it is computed before the batch is split."""
         return self.name in _WHOLE_BATCH
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """True when a token's loss depends on other tokens of its sequence: its rows are then looked at together."""
+        is_named = self.name in _WHOLE_SEQUENCES or self.needs_whole_batch
+        return is_named or self.numbers.get("level", "token") != "token"
 
     @property
     def needs_reference(self) -> bool:

@@ -6,7 +6,8 @@ what is computed there. Sorted by their tokens, the longest beginning that a row
 one that it shares with its neighbour: a row owns what comes after that, and the packed sequence is what all rows own.
 
 Linear layers then read each token once, without padding. Attention goes by blocks of rows of like size: each of S
-queries at most, the tokens that the rows own, and of K keys, the whole rows.
+queries at most, the tokens that the rows own, and of K keys, the whole rows (or, where there is a kernel for rows of
+unequal lengths, in one call for all of them: see `packed_attention`).
 
 When it pays, measured with `benchmarks/packing.py` on one CPU core: time follows the tokens read, and gathering what
 attention reads costs up to 3 % of a step. Rows are packed where that leaves out a twentieth of the tokens of padded

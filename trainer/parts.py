@@ -216,6 +216,7 @@ async def _start_learner(prepared: Prepared, request: StartRequest, closer: Clos
     kind = ColocatedTrainingClient if is_colocated else ProcessTrainingClient
     client = await kind.start(spec, limits=config.limits)
     closer.add("the learner", client.close)
+    request.say(f"the learner has started: {client.computation}")
     return client
 
 

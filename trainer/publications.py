@@ -5,13 +5,13 @@ A publication is a folder `INCARNATION-VERSION` below the run's `weights`. Its `
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from driftgym.trainer.durable import flush_to_disk
 from driftgym.types import WeightUpdate
 
 RECORD_FILE = "publication.json"
@@ -43,13 +43,12 @@ def new_publication(target: Path, *, is_durable: bool) -> Iterator[Path]:
     partial.mkdir(parents=True)
     yield partial
     if is_durable:
-        for path in (*partial.iterdir(), partial):
-            _flush(path)
+        flush_to_disk(*partial.iterdir(), partial)
     if target.exists():
         target.rename(root / (_REMOVED + target.name))
     partial.rename(target)
     if is_durable:
-        _flush(root)
+        flush_to_disk(root)
     _remove_leftovers(root)
 
 
@@ -132,12 +131,3 @@ def _remove_leftovers(root: Path) -> None:
     for pattern in (_PARTIAL, _REMOVED):
         for leftover in root.glob(pattern + "*"):
             shutil.rmtree(leftover)
-
-
-def _flush(path: Path) -> None:
-    """Waits until the file, or the names in the folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from driftgym.console import ConsoleSink, print_in_time
-from driftgym.errors import ConfigError, TrainingError
+from driftgym.errors import ConfigError, DriftgymError, TrainingError
 from driftgym.metrics import JsonlWriter, Metrics, WandbSink
 from driftgym.sinks import Row, Sink
 from driftgym.trainer.journal import Journal, settled
@@ -112,10 +113,13 @@ async def live(
         life = _Life(request=request, journal=journal, metrics=metrics, clock=clock, stop=stop)
         try:
             is_interrupted = await life.run(start)
-        finally:
-            # The sinks first: what they drop at the end is in the summary.
-            await asyncio.to_thread(metrics.close, timeout_s=config.limits.close_s)
-            summary = _sum_up(journal, clock, run_dir, metrics)
+        except BaseException:
+            try:
+                await life.end()
+            except DriftgymError as error:  # what failed first is what ends the run
+                _print_error(str(error))
+            raise
+        summary = await life.end()
         rows = journal.step_rows()
     return RunResult(run_dir=run_dir, summary=summary, rows=rows, is_interrupted=is_interrupted)
 
@@ -138,6 +142,8 @@ class _Life:
         """Starts the parts, trains, and closes them. True when the user stopped it."""
         request = self.request
         self.metrics.say(f"run: {request.run_dir}")
+        if request.config.trainer.group_size == 1:
+            self.metrics.say("trainer.group_size: 1 gives every episode the advantage 0: none is there to compare with")
         if self._is_over():
             self.metrics.say(f"step {request.lineage.policy_version} was the last: nothing is left to train")
             return False
@@ -148,6 +154,17 @@ class _Life:
         except RunInterruptedError:
             return True
         return False
+
+    async def end(self) -> dict[str, Any]:
+        """Closes the sinks, and writes the summary, which tells what they dropped at the end too.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        config, run_dir = self.request.config, self.request.run_dir
+        for line in await asyncio.to_thread(self.metrics.close, timeout_s=config.limits.close_s):
+            _print_error(line)
+        return _sum_up(self.journal, self.clock, run_dir, self.metrics)
 
     def _is_over(self) -> bool:
         """No step is left, and the weights of the last one stand: a kill may come between its checkpoint and them."""
@@ -188,6 +205,8 @@ def _held(run_dir: Path) -> Iterator[Journal]:
     try:
         with contextlib.closing(Journal.open(run_dir)) as journal:
             yield journal
+    except sqlite3.Error as error:
+        raise TrainingError(f"{run_dir / 'journal.sqlite'}: cannot be read ({error})") from None
     finally:
         os.close(lock)
 

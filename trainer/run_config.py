@@ -1,6 +1,7 @@
 """`RunConfig`: everything that a training run is made of, checked as a whole before any work starts."""
 
 import datetime
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +18,13 @@ from driftgym.errors import ConfigError
 from driftgym.metrics import MetricsConfig
 from driftgym.sandboxes.base import SandboxConfig
 from driftgym.sandboxes.pool import check_pool
+from driftgym.trainer.durable import flush_to_disk
+from driftgym.trainer.learner_config import processes_problem
 from driftgym.trainer.trainer_config import TrainerConfig
 from driftgym.trainer.training_client import LearnerConfig, ModelConfig, WarmupConfig
 
 RESOLVED_NAME = "config.resolved.yaml"
+_WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without hard links say
 _PARTS_OF_A_RUN = ("journal.sqlite", "metrics.jsonl", "summary.json", "checkpoints", "trajectories")
 
 
@@ -70,7 +74,8 @@ class RunConfig(Config):
                 f"agent.max_context_tokens {self.agent.max_context_tokens} is above generator.max_context_tokens "
                 f"{self.generator.max_context_tokens}: no generator would take such a prompt"
             )
-        if problem := self._updates_problem() or self._placement_problem():
+        problem = self._updates_problem() or self._placement_problem() or processes_problem(self.model, self.learner)
+        if problem:
             raise ValueError(problem)
         try:
             check_pool(self.sandbox.spec, self.sandbox.pool, num_boxes=self.num_slots)
@@ -108,10 +113,20 @@ class RunConfig(Config):
                 f"trainer.placement: colocated has one engine, in the learner's process: set generator.num_servers "
                 f"from {generator.num_servers} to 1"
             )
+        if self.learner.num_processes != 1:
+            return (
+                f"trainer.placement: colocated generates with the weights of one process: set learner.num_processes "
+                f"from {self.learner.num_processes} to 1, or placement to disaggregated"
+            )
         if generator.device != "cpu":
             return (
                 f"trainer.placement: colocated generates where the learner is, on the CPU: set generator.device from "
                 f"{generator.device} to cpu"
+            )
+        if self.model.computes_with_copies:
+            return (
+                f"trainer.placement: colocated generates with the weights that are trained, which are float32 without "
+                f"model.lora: set model.dtype from {self.model.dtype} to float32, or placement to disaggregated"
             )
         return None
 
@@ -180,14 +195,29 @@ def make_run_dir(config: RunConfig) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         # Whole, and before anything else: what a kill leaves is a run to go on with, or nothing in the way of one.
-        temporary = run_dir / (RESOLVED_NAME + ".tmp")
-        temporary.write_text(dump_config(config), encoding="utf-8")
-        temporary.replace(run_dir / RESOLVED_NAME)
+        _write_once(run_dir / RESOLVED_NAME, dump_config(config))
         for folder in (run_dir / "checkpoints", run_dir / "trajectories"):
             folder.mkdir(exist_ok=True)
     except OSError as error:
+        check_run_dir(config)  # another process may have been first
         raise ConfigError(f"run_dir: {run_dir}: cannot be written ({error.strerror}); choose another folder") from None
     return run_dir
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Writes a file whole, unless it is there already: of several processes, one does. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush_to_disk(temporary)
+    try:
+        os.link(temporary, path)  # replaces nothing, as a rename would
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        temporary.replace(path)
+    finally:
+        for leftover in path.parent.glob(path.name + "*.tmp"):  # of those that were killed, or came second
+            leftover.unlink(missing_ok=True)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

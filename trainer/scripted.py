@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from driftgym.agents.generators.base import GeneratorHealth, WeightUpdateMode, WeightVersion
 from driftgym.errors import NotDoneError, TrainingError
 from driftgym.trainer.batch_shape import BatchShape
 from driftgym.trainer.call_order import CallOrder
 from driftgym.trainer.checkpoint import check_sealed, sealed_folder
 from driftgym.trainer.objective_config import ObjectiveConfig
-from driftgym.trainer.publications import write_record
+from driftgym.trainer.publications import new_publication, write_record
+from driftgym.trainer.segments import not_finite
 from driftgym.trainer.training_client import PassFigures, StepReport
 from driftgym.types import (
     Completion,
@@ -143,7 +142,10 @@ class ScriptedTrainingClient:
         del is_last
 
         async def call() -> WeightUpdate:
-            return self._publish(folder)
+            try:
+                return self._publish(folder)
+            except OSError as error:
+                raise TrainingError(f"{folder}: cannot be written ({error.strerror})") from None
 
         return self._calls.submit(call, name="publish")
 
@@ -157,7 +159,7 @@ class ScriptedTrainingClient:
             checksum=f"sha256:{digest}",
         )
         if not location.exists():
-            with sealed_folder(location) as partial:
+            with new_publication(location, is_durable=False) as partial:
                 (partial / "config.json").write_text("{}", encoding="utf-8")
                 write_record(partial, update)
         return update
@@ -166,8 +168,11 @@ class ScriptedTrainingClient:
         """See TrainingClient."""
 
         async def call() -> None:
-            with sealed_folder(folder) as partial:
-                (partial / "state.json").write_text(json.dumps({"version": self._version}), encoding="utf-8")
+            try:
+                with sealed_folder(folder) as partial:
+                    (partial / "state.json").write_text(json.dumps({"version": self._version}), encoding="utf-8")
+            except OSError as error:
+                raise TrainingError(f"{folder}: cannot be written ({error.strerror})") from None
 
         return self._calls.submit(call, name="save")
 
@@ -198,13 +203,7 @@ class ScriptedTrainingClient:
 
 def _check_finite(segments: Sequence[Segment]) -> None:
     """Raises TrainingError that names the trajectories whose trained tokens have numbers that are not finite."""
-    named = [
-        s.trajectory_id
-        for s in segments
-        if not np.isfinite(s.advantages[s.train_mask]).all()
-        or not np.isfinite(s.behaviour_logprobs[s.train_mask]).all()
-    ]
-    if named:
+    if named := not_finite(segments):
         raise TrainingError(f"the loss is not finite; the weights are as before. Trajectories: {', '.join(named)}")
 
 

@@ -87,6 +87,21 @@ def mask_stale(segment: Segment, *, now: int, max_lag: int) -> Segment:
     return dataclasses.replace(segment, train_mask=segment.train_mask & fresh)
 
 
+def not_finite(segments: Sequence[Segment]) -> list[str]:
+    """The trajectories of which a trained token has a log-prob or an advantage that is not finite, each once.
+
+    A log-prob of minus infinity is no less a fault than a NaN: a token of probability 0 cannot have been sampled.
+    Bounds on ratios would hide it.
+    """
+    named = [
+        segment.trajectory_id
+        for segment in segments
+        if not np.isfinite(segment.advantages[segment.train_mask]).all()
+        or not np.isfinite(segment.behaviour_logprobs[segment.train_mask]).all()
+    ]
+    return list(dict.fromkeys(named))
+
+
 def _segment(part: Sequence[tuple[Turn, float]], trajectory: Trajectory, *, segment_index: int) -> Segment:
     turns = [turn for turn, _ in part]
     token_ids = [ids for turn in turns for ids in (turn.new_prompt_token_ids, turn.completion.token_ids)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from driftgym.agents.tool_meter import ToolMeter, ToolTime
+from driftgym.metrics import plain_row
 from driftgym.trainer.buffer import Batch
 from driftgym.trainer.credit import Credit, tells_apart
 from driftgym.trainer.journal import Journal
@@ -24,12 +25,12 @@ class RunClock:
     """
 
     def __init__(self, last_row: Mapping[str, Any]) -> None:
-        """Goes on from the last row that stands; {} at the beginning."""
-        self._wall_before_s = float(last_row.get("wall_s", 0.0))
-        self._loop_before_s = float(last_row.get("loop_s", 0.0))
-        self.step_s = float(last_row.get("total_step_s", 0.0))
-        self.generator_s = float(last_row.get("generator_s", 0.0))
-        self.generator_busy_s = float(last_row.get("generator_busy_s", 0.0))
+        """Goes on from the last row that stands; {} at the beginning. What it has no figure of counts from 0."""
+        self._wall_before_s = float(last_row.get("wall_s") or 0.0)
+        self._loop_before_s = float(last_row.get("loop_s") or 0.0)
+        self.step_s = float(last_row.get("total_step_s") or 0.0)
+        self.generator_s = float(last_row.get("generator_s") or 0.0)
+        self.generator_busy_s = float(last_row.get("generator_busy_s") or 0.0)
         self._tools_before = ToolTime(
             busy_s=float(last_row.get("tool_busy_s") or 0.0), running_s=float(last_row.get("tool_running_s") or 0.0)
         )
@@ -186,8 +187,9 @@ def ratio_at_lag0(rows: Iterable[Mapping[str, Any]]) -> float | None:
     """The mean ratio of trainer over behaviour probability, over all tokens trained at lag 0; None without any."""
     total, ratio_sum = 0, 0.0
     for row in rows:
-        total += int(row["num_lag0_tokens"])
-        ratio_sum += float(row["lag0_ratio_sum"])
+        if row["lag0_ratio_sum"] is not None:  # null where it was not finite
+            total += int(row["num_lag0_tokens"])
+            ratio_sum += float(row["lag0_ratio_sum"])
     return ratio_sum / total if total else None
 
 
@@ -224,7 +226,8 @@ def make_summary(journal: Journal, clock: RunClock, *, run_dir: Path, dropped_me
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Writes `summary` whole or not at all. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(plain_row(summary), indent=2, allow_nan=False)
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

@@ -128,6 +128,9 @@ class TrainingClient(Protocol):
         Args:
             folder: where publications go.
             is_last: the last of the run: a whole model, whatever the kinds that the generators take.
+
+        Raises:
+            TrainingError: they cannot be written; the learner is as before.
         """
         ...
 
@@ -136,6 +139,9 @@ class TrainingClient(Protocol):
 
         `folder` does not exist yet, or is empty. It gets a manifest of its own (see `checkpoint`). Gradients of a step
         that has not been taken are not in it.
+
+        Raises:
+            TrainingError: they cannot be written; the learner is as before.
         """
         ...
 
@@ -166,7 +172,7 @@ async def train_step(client: TrainingClient, segments: Sequence[Segment]) -> Ste
 class ProcessTrainingClient:
     """A learner in a process of its own. Made by `start`; a call that fails for good leaves no process behind."""
 
-    module = "driftgym.trainer.learner"
+    module = "driftgym.trainer.learner_process"
     """What the process runs."""
 
     def __init__(self, process: ChildProcess, limits: Limits) -> None:
@@ -174,6 +180,8 @@ class ProcessTrainingClient:
         self._limits = limits
         self._calls = CallOrder()
         self._lost: str | None = None
+        self.computation = ""
+        """What the learner computes in, and how it attends to rows, for people to read."""
 
     @classmethod
     async def start(cls, spec: LearnerSpec, *, limits: Limits) -> Self:
@@ -189,7 +197,7 @@ class ProcessTrainingClient:
         process = await ChildProcess.start(cls.module, name="learner", env=environment)
         client = cls(process, limits)
         try:
-            await client._call("start", spec)
+            client.computation = await client._call("start", spec)
         except BaseException:
             await process.close(timeout_s=limits.close_s)
             raise
@@ -256,6 +264,7 @@ class ProcessTrainingClient:
             raise TrainingError(str(error)) from None
         except ChildDiedError as error:
             self._lost = f"the learner is gone: {error}"
+            self._process.kill()  # it may be one of its further processes that died
         except TimeoutError:
             self._lost = f"the learner did not finish {method} within limits.learner_s = {timeout_s:g} s; it was killed"
         raise TrainingError(self._lost)

@@ -9,11 +9,43 @@ from collections.abc import Sequence
 import numpy as np
 
 from driftgym.agents.generators.members import Member, Tenant
+from driftgym.agents.generators.traffic import PARKED
 from driftgym.errors import GeneratorError
 from driftgym.types import Completion, FinishReason, SamplingParams, float32_array, int32_array
 
 _SEED_BYTES = 4
 _MAX_SEED = 2**31 - 1
+
+
+class Wait:
+    """A wait that ends by its request's deadline, but for the time for which it stands still: the deadline moves."""
+
+    def __init__(self, ask: "Ask", limit: asyncio.Timeout) -> None:
+        """`limit` is what ends it; made in the context of whoever asked."""
+        self._ask = ask
+        self._limit = limit
+        self._parked = PARKED.get()
+        self._since_s: float | None = None
+        self._is_over = False
+
+    def stand_still(self, stands_still: bool) -> None:
+        """Stops the clock, or lets it go on; nothing changes when it is so already."""
+        if stands_still == (self._since_s is not None):
+            return
+        if self._parked is not None:
+            self._parked.run(stands_still)
+        now_s = time.monotonic()
+        if self._since_s is not None:
+            self._ask.deadline_s += now_s - self._since_s
+        self._since_s = now_s if stands_still else None
+        if not (self._is_over or self._limit.expired()):
+            loop_s = asyncio.get_running_loop().time()
+            self._limit.reschedule(None if stands_still else loop_s + self._ask.remaining_s)
+
+    def end(self) -> None:
+        """The wait is over, and its limit with it."""
+        self._is_over = True
+        self.stand_still(False)
 
 
 class Ask:
@@ -42,6 +74,7 @@ class Ask:
         "shunned",
         "slow",
         "under_way",
+        "wait",
         "waiter",
     )
 
@@ -94,6 +127,8 @@ class Ask:
         """Its slice that an engine is writing."""
         self.waiter: asyncio.Future[Member] | None = None
         """Resolved with a place; None while it waits for none."""
+        self.wait: Wait | None = None
+        """The bound of that wait."""
 
     @property
     def remaining_s(self) -> float:

@@ -1,6 +1,7 @@
 """What an engine says of itself: its weights, its vocabulary, its load, and which forms of weights it takes."""
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,11 +162,11 @@ def _sum_of_loads(reply: Mapping[str, Any], *, url: str) -> ReportedLoad:
 
 def _load(figures: Mapping[str, Any], keys: tuple[str, str], *, url: str) -> ReportedLoad:
     try:
-        busy_s = figures.get("busy_s")
+        busy_s = None if figures.get("busy_s") is None else float(figures["busy_s"])
         return ReportedLoad(
             num_running=int(figures.get(keys[0]) or 0),
             num_queued=int(figures.get(keys[1]) or 0),
-            busy_s=None if busy_s is None else float(busy_s),
+            busy_s=busy_s if busy_s is not None and 0.0 <= busy_s < math.inf else None,
         )
     except (TypeError, ValueError, OverflowError):
         raise GeneratorError(f"{url}: reports a load that makes no sense") from None

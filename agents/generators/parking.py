@@ -2,17 +2,12 @@
 
 import asyncio
 import contextlib
-import contextvars
 
 from driftgym.agents.generators.asks import Ask
 from driftgym.agents.generators.places import Places
 from driftgym.agents.generators.restarts import Background
-from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.agents.generators.traffic import PARKED, Stopwatch
 from driftgym.errors import GeneratorError
-
-PARKED: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("parked", default=None)
-"""Runs while a request of this context is parked. Whoever bounds a request sets one, and moves its limit by as much:
-a request waits for the next iteration through nobody's fault, and as long as that takes."""
 
 
 class Parking:

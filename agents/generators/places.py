@@ -3,7 +3,7 @@
 import asyncio
 import bisect
 
-from driftgym.agents.generators.asks import Ask
+from driftgym.agents.generators.asks import Ask, Wait
 from driftgym.agents.generators.members import Member
 from driftgym.agents.generators.roster import Roster
 from driftgym.agents.generators.routing import Router, candidates
@@ -28,7 +28,10 @@ class Places:
         self._is_closed = False
         self.held = Stopwatch()
         """Runs while nobody gets a place."""
-        self._is_held = False
+        self._is_paused = False
+        self._is_lent = False
+        self._is_clock_stopped = False
+        self._emptied = asyncio.Event()
 
     @property
     def num_waiting(self) -> int:
@@ -47,8 +50,32 @@ class Places:
 
     def hold(self, is_held: bool) -> None:
         """Gives nobody a place while `is_held`: the pool is paused."""
-        self._is_held = is_held
-        self.held.run(is_held)
+        self._is_paused = is_held
+        self._note_hold()
+
+    async def lend(self) -> None:
+        """Gives nobody a place from now on; returns when nobody has one. The clocks of those who wait stand still."""
+        self._is_lent = self._is_clock_stopped = True
+        self._note_hold()
+        while any(member.num_running for member in self._members):
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def go_on(self, *, gives_places: bool) -> None:
+        """Ends `lend`: the clocks go on, and, where `gives_places`, places are given again."""
+        self._is_lent = self._is_lent and not gives_places
+        self._is_clock_stopped = False
+        self._note_hold()
+
+    @property
+    def _is_held(self) -> bool:
+        return self._is_paused or self._is_lent
+
+    def _note_hold(self) -> None:
+        self.held.run(self._is_held)
+        for ask in self._waiting:
+            if ask.wait is not None:
+                ask.wait.stand_still(self._is_clock_stopped)
         self.serve()
 
     async def take(self, ask: Ask) -> Member:
@@ -76,6 +103,7 @@ class Places:
     def _free(self, member: Member) -> None:
         member.num_running -= 1
         member.note_empty()
+        self._emptied.set()
         if self._waiting:
             self.serve()
 
@@ -98,7 +126,9 @@ class Places:
         ask.waiter = waiter
         bisect.insort(self._waiting, ask, key=lambda each: each.order)
         try:
-            async with asyncio.timeout(ask.remaining_s):
+            async with asyncio.timeout(ask.remaining_s) as limit:
+                ask.wait = Wait(ask, limit)
+                ask.wait.stand_still(self._is_clock_stopped)
                 return await waiter
         except BaseException as error:
             if waiter.cancelled() or not waiter.done() or waiter.exception() is not None:
@@ -110,6 +140,9 @@ class Places:
             raise
         finally:
             ask.waiter = None
+            if ask.wait is not None:
+                ask.wait.end()
+                ask.wait = None
 
     def serve(self) -> None:
         """Gives free places to those who wait, in order; tells those who wait in vain."""

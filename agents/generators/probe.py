@@ -17,11 +17,11 @@ _SAME = 0.05  # of the spread: by less differ scores of the same weights, in bfl
 _REFUSED = 400
 
 
-async def check_logprobs(generator: Generator, *, name: str, token_id: int, timeout_s: float) -> None:
+async def check_logprobs(generator: Generator, *, name: str, token_id: int, timeout_s: float) -> bool:
     """Samples a few tokens at a high temperature, and has the engine score them, which it does at temperature 1.
 
     An engine that reports log-probs of before the temperature reports those scores when it samples; trained on, every
-    ratio would be wrong.
+    ratio would be wrong. Returns False where the engine samples and does not score: then nobody can tell.
 
     Args:
         generator: asked twice.
@@ -37,7 +37,10 @@ async def check_logprobs(generator: Generator, *, name: str, token_id: int, time
     if not len(completion.logprobs):
         raise GeneratorError(f"{name} ended the request that asks what its log-probs are of")
     ids = [token_id, *completion.token_ids.tolist()]
-    scores = await generator.score(ids, num_given=1, deadline_s=time.monotonic() + timeout_s)
+    try:
+        scores = await generator.score(ids, num_given=1, deadline_s=time.monotonic() + timeout_s)
+    except GeneratorError:
+        return False
     spread = float(np.ptp(scores.logprobs))
     if spread > _MIN_SPREAD and np.abs(completion.logprobs - scores.logprobs).max() <= _SAME * spread:
         raise ConfigError(
@@ -45,6 +48,7 @@ async def check_logprobs(generator: Generator, *, name: str, token_id: int, time
             f"temperature 1); start an SGLang server without SGLANG_RETURN_ORIGINAL_LOGPROB, vLLM's with "
             f"--logprobs-mode processed_logprobs"
         )
+    return True
 
 
 async def _sample(generator: Generator, token_id: int, *, timeout_s: float) -> Completion:

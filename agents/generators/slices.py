@@ -1,6 +1,7 @@
 """The loop of one request: slice after slice, wherever there is a place, until its answer is whole."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from driftgym.agents.generators.asks import Ask
@@ -47,13 +48,30 @@ class Slicer:
     """
 
     def __init__(
-        self, places: Places, parking: Parking, watch: Watch, *, chunk_tokens: int | None, background: Background
+        self,
+        places: Places,
+        parking: Parking,
+        watch: Watch,
+        *,
+        chunk_tokens: int | None,
+        newest_version: Callable[[], int | None],
+        background: Background,
     ) -> None:
-        """`chunk_tokens` None asks for whole answers."""
+        """Runs nothing yet.
+
+        Args:
+            places: where slices are run.
+            parking: holds requests between iterations.
+            watch: is told of engines that fail.
+            chunk_tokens: the length of a slice; None asks for whole answers.
+            newest_version: of the weights that engines can have; None while nobody knows.
+            background: where slow slices are hurried.
+        """
         self._places = places
         self._parking = parking
         self._watch = watch
         self._chunk_tokens = chunk_tokens
+        self._newest_version = newest_version
         self.background = background
         self.counts = SliceCounts()
 
@@ -149,6 +167,7 @@ class Slicer:
                         deadline_s=ask.deadline_s,
                         min_policy_version=ask.min_policy_version,
                     )
+                    self._check_versions(part, member)
                     member.num_failed = 0
                     return part
         except GeneratorError as caught:
@@ -159,6 +178,13 @@ class Slicer:
         if not (slice_.is_interrupted and ask.is_aborted):
             self._fail(ask, member, error)
         return None
+
+    def _check_versions(self, part: Completion, member: Member) -> None:
+        """Raises GeneratorError for tokens of weights that nobody has published: no lag could be told of them."""
+        newest = self._newest_version()
+        if newest is not None and (part.policy_versions > newest).any():
+            said = int(part.policy_versions.max())
+            raise GeneratorError(f"generator {member.name} tells of version {said}; the newest is {newest}")
 
     def _fail(self, ask: Ask, member: Member, error: GeneratorError) -> None:
         """Holds it against the engine, and has that looked at. Raises `error` when the deadline has passed."""

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import contextvars
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -29,6 +30,11 @@ class Stopwatch:
             self._total_s, self._started_s = self.seconds, None
         elif self._started_s is None:
             self._started_s = time.monotonic()
+
+
+PARKED: contextvars.ContextVar[Stopwatch | None] = contextvars.ContextVar("parked", default=None)
+"""Runs while a request of this context is parked, or waits for somebody else's turn. Whoever bounds a request sets one,
+and moves its limit by as much: a request waits so through nobody's fault, and as long as that takes."""
 
 
 class Request:

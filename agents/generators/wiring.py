@@ -96,8 +96,14 @@ class PoolParts:
             idle_s=options.idle_s,
             background=self.work,
         )
+        weights = self.weights
         self.slicer = Slicer(
-            self.places, self.parking, self.watch, chunk_tokens=options.chunk_tokens, background=self.work
+            self.places,
+            self.parking,
+            self.watch,
+            chunk_tokens=options.chunk_tokens,
+            newest_version=lambda: None if weights.latest_update is None else weights.latest_version,
+            background=self.work,
         )
         self.figures = Figures(self.roster, self.places, self.parking, timeout_s=options.watch.timeout_s)
 

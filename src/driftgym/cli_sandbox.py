@@ -71,7 +71,12 @@ def sandbox_list(as_json: _Json = False) -> None:
 
 @app.command("reap", epilog="Example: driftgym sandbox reap")
 def sandbox_reap(as_json: _Json = False) -> None:
-    """Remove the boxes whose owner's process is gone; never those of a living one."""
+    """Remove the boxes whose owner's process is gone, and the folders that it left; never those of a living one."""
+    from driftgym.sandboxes.owned_folders import sweep_folders
+
+    num_folders = sweep_folders()
+    if num_folders:
+        typer.echo(f"{num_folders} folders of boxes that were processes removed", err=True)
     _require_docker()
     from driftgym.sandboxes.reaper import is_left_over, list_boxes, sweep
 
@@ -81,7 +86,8 @@ def sandbox_reap(as_json: _Json = False) -> None:
         return num_removed, [box.sandbox_id[:12] for box in await list_boxes(engine) if box.sandbox_id in orphans]
 
     num_removed, left = _with_engine(reap)
-    _print({"num_removed": num_removed, "num_left": len(left)}, text=f"{num_removed} boxes removed", as_json=as_json)
+    counts = {"num_removed": num_removed, "num_left": len(left), "num_folders_removed": num_folders}
+    _print(counts, text=f"{num_removed} boxes removed", as_json=as_json)
     if left:
         raise SandboxError(f"{len(left)} are still there ({', '.join(left)}): try again, or docker rm -f ID")
 

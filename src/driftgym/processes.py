@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from driftgym.errors import DriftgymError
 
@@ -36,10 +36,10 @@ class ChildCallError(DriftgymError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
+class Failure:
     """What the child sends in the place of a result.
 
-    >>> _Failure(error=ValueError("x"), traceback="...").traceback
+    >>> Failure(error=ValueError("x"), traceback="...").traceback
     '...'
     """
 
@@ -106,7 +106,7 @@ class ChildProcess:
             finally:
                 if not answered:
                     self.kill()
-        if isinstance(result, _Failure):
+        if isinstance(result, Failure):
             if result.error is not None:
                 raise result.error
             raise ChildCallError(f"{self._name}: {method} failed\n{result.traceback}")
@@ -167,11 +167,17 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(20_000, 20, 10)
 
 
-def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
+def serve_calls(
+    methods: Mapping[str, Callable[..., Any]], *, ends_after: Callable[[Exception], bool] = lambda error: False
+) -> None:
     """The child's side: answers calls from standard input until it ends.
 
     What the functions print goes to standard error, since standard output carries the answers; what they read from
     standard input is empty, since that carries the calls.
+
+    Args:
+        methods: by name.
+        ends_after: true for an error that a function raised when the process is to end, once it has been told.
     """
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -180,18 +186,21 @@ def serve_calls(methods: Mapping[str, Callable[..., Any]]) -> None:
     os.close(nothing)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    while (request := _read_frame(requests)) is not None:
+    while (request := read_frame(requests)) is not None:
         method, args, kwargs = pickle.loads(request)
+        is_last = False
         try:
             payload = pickle.dumps(methods[method](*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             known = error if isinstance(error, DriftgymError) else None
-            payload = pickle.dumps(_Failure(error=known, traceback=traceback.format_exc()))
+            is_last = ends_after(error)
+            payload = pickle.dumps(Failure(error=known, traceback=traceback.format_exc()))
         try:
-            answers.write(_HEADER.pack(len(payload)) + payload)
-            answers.flush()
+            write_frame(answers, payload)
         except BrokenPipeError:
             os._exit(1)  # the parent is gone, which is no fault to report
+        if is_last:
+            os._exit(1)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -201,7 +210,14 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _read_frame(stream: BinaryIO) -> bytes | None:
+def write_frame(stream: IO[bytes], payload: bytes) -> None:
+    """Writes one request or answer, and flushes. Raises BrokenPipeError when nobody reads any more."""
+    stream.write(_HEADER.pack(len(payload)) + payload)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next request or answer; None at the end of the stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None

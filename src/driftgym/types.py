@@ -22,8 +22,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
 WeightKind = Literal["full", "delta", "lora"]
 
-MAX_REWARD = 1e30
-"""The largest absolute value of a reward: what is computed of rewards, in float32 in the end, stays finite."""
+MAX_REWARD = 1e12
+"""The largest absolute value of a reward: what is computed of rewards, in float32 in the end, stays finite, squares and
+the norm of the gradient included."""
 
 
 def _check_equal_lengths(owner: object, *names: str) -> None:
@@ -330,7 +331,7 @@ class Segment:
     """
 
     trajectory_id: str
-    """The trajectory that it was cut from."""
+    """The trajectory that it was cut from; those of one trajectory count as one sequence."""
     segment_index: int
     """Its place within the trajectory, from 0."""
     token_ids: Int32Array
@@ -349,7 +350,7 @@ class Segment:
     """[L] the part of `loss_mask` whose log-probs re-scoring reproduces: false where the token rests on a KV cache
     of an older version than its own; the same as `loss_mask` when not given."""
     group_id: str = ""
-    """The group of its trajectory: rows of one group answer the same task. Empty: the row is a group of its own."""
+    """The group of its trajectory; those of one group answer the same task. Empty: the trajectory is one of its own."""
     reward: float = 0.0
     """The reward of its trajectory."""
 

@@ -6,7 +6,8 @@ from docker_engine import busybox_image, open_docker
 from driftgym.errors import ConfigError
 from driftgym.sandboxes.base import SandboxSpec
 from driftgym.sandboxes.bench import BenchPlan, measure
-from driftgym.sandboxes.reaper import RUN_LABEL, own_label
+from driftgym.sandboxes.owners import own_label
+from driftgym.sandboxes.reaper import RUN_LABEL
 
 pytestmark = pytest.mark.docker
 ONCE = BenchPlan(

@@ -14,7 +14,7 @@ import pytest_asyncio
 from docker_engine import boxes_of_run
 
 from driftgym.errors import ConfigError, SandboxError
-from driftgym.sandboxes import reaper
+from driftgym.sandboxes import owners, reaper
 from driftgym.sandboxes.base import MIB, SandboxConfig, SandboxSpec
 from driftgym.sandboxes.docker import DockerSandbox
 from driftgym.sandboxes.docker_provider import DockerBox, DockerProvider
@@ -183,7 +183,7 @@ async def test_box_that_is_removed_from_outside_is_a_sandbox_error(box: DockerSa
 def dead_owner() -> str:
     """The label of an owner that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    label = f"{reaper.own_host()}:{ended.pid}:{reaper.process_start_time(ended.pid)}"
+    label = f"{owners.own_host()}:{ended.pid}:{owners.process_start_time(ended.pid)}"
     ended.communicate()
     return label
 
@@ -199,7 +199,7 @@ async def test_sweep_removes_the_boxes_of_dead_owners_alone(run_provider: Docker
         created = await run_provider.engine.call(api.create_container, BASE_IMAGE, ["true"], labels=labels)
         others[owner] = created["Id"]
     try:
-        assert not reaper.is_owner_alive(dead)
+        assert not owners.is_owner_alive(dead)
         assert await run_provider.sweep() >= 1
         left = {info.sandbox_id for info in await boxes_of_run(run_provider, run_id)}
         assert left == {mine.sandbox_id, others[elsewhere], others["nonsense"]}

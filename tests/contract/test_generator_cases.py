@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from counted_tools import CountedTools, LineEngine, encode_tiny, play, play_lines, pool_over
 from pool_engines import QUICK, Events
-from stub_engine import StubEngine, reply
+from stub_engine import StubEngine, reply, weights
 
 from driftgym.agents.compact_renderer import CompactRenderer
 from driftgym.agents.generators.pool import GeneratorPool
@@ -222,6 +222,23 @@ async def test_tokens_of_no_known_weights_are_no_data(spans: list) -> None:
     assert trajectory.status is TrajectoryStatus.INFRA_ERROR
     assert trajectory.reward is None
     assert trajectory.turns == ()
+
+
+async def test_tokens_of_weights_that_nobody_has_published_yet_are_asked_for_again_elsewhere() -> None:
+    """One of two engines names a version that no step has made: its lag would be below 0."""
+    renderer = LineEngine().renderer
+    lying, honest = (LineEngine(answer_of=lambda prompt: "Done.") for _ in range(2))
+    async with lying.client() as first, honest.client() as second:
+        pool = GeneratorPool([first, second], policy_version=3, watch=QUICK)
+        await pool.update_weights(weights(4), mode="in_flight", timeout_s=10)
+        lying.version = "1:9"
+        playing = (play(CountedTools("add"), pool, renderer, name=f"g{index}") for index in range(8))
+        trajectories = await asyncio.gather(*playing)
+        await pool.close()
+    assert lying.prompts
+    assert {each.status for each in trajectories} == {TrajectoryStatus.COMPLETED}
+    versions = [turn.completion.policy_versions for each in trajectories for turn in each.turns]
+    assert set(np.concatenate(versions).tolist()) == {4}
 
 
 class Reviving(ScriptedGenerator):

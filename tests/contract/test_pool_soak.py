@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from docker_engine import open_docker
 
-from driftgym.sandboxes import reaper
+from driftgym.sandboxes import owners
 from driftgym.sandboxes.base import MIB, PoolConfig, SandboxSpec
 from driftgym.sandboxes.pool import SandboxPool
 from driftgym.sandboxes.pool_state import PoolStats
@@ -46,7 +46,7 @@ def held() -> Held:
 async def num_own_containers() -> int:
     provider = await open_docker()
     try:
-        return sum(info.owner == reaper.own_label() for info in await provider.list())
+        return sum(info.owner == owners.own_label() for info in await provider.list())
     finally:
         await provider.close()
 

@@ -164,6 +164,17 @@ async def test_a_checkpoint_is_of_one_version_and_load_begins_a_step_anew(
     assert (await client.optim_step()).policy_version == 1
 
 
+async def test_what_cannot_be_written_is_said_and_costs_no_step(client: TrainingClient, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    await train_step(client, SEGMENTS)
+    with pytest.raises(TrainingError, match="taken"):
+        await client.publish(tmp_path / "taken")
+    with pytest.raises(TrainingError, match="taken"):
+        await client.save(tmp_path / "taken" / "1")
+    assert (await client.publish(tmp_path / "free")).policy_version == 1
+    assert (await train_step(client, SEGMENTS)).policy_version == 2
+
+
 async def test_after_a_close_nothing_is_done(client: TrainingClient) -> None:
     await client.close()
     calls: list[Callable[[], asyncio.Future]] = [lambda: client.forward_backward(SEGMENTS), client.optim_step]

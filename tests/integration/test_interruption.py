@@ -133,8 +133,8 @@ def check_totals(run_dir: Path, summary: dict[str, Any], trajectories: list[Traj
 
 
 def check_interruptions(trajectory: Trajectory) -> None:
-    """Each interruption came after so many tokens, by the same text, and the answer ended after it."""
-    forced = make_renderer("compact", TINY).encode_text("</think>1")
+    """Each interruption came after so many tokens, by the same text, and the answer ended after it. Nobody thinks."""
+    forced = make_renderer("compact", TINY).encode_text("1")
     turns = trajectory.turns
     assert trajectory.events.get("interrupted", 0) == sum(each.is_interrupted for each in turns)
     for begun, ended in zip(turns, (*turns[1:], None), strict=True):

@@ -1,17 +1,22 @@
-"""The lag rules through the real loop: the bound and one beyond, slow tasks, episodes over updates, members masked."""
+"""The lag rules through the real loop: the bound and one beyond, slow tasks, episodes over updates, members masked.
+
+In virtual time: which episode ends during which step follows from the lengths given here, on any machine.
+"""
 
 import contextlib
 import importlib.util
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from virtual_time import in_virtual_time
 
 from driftgym.envs.base import StepResult
-from driftgym.errors import SandboxError
+from driftgym.errors import SandboxError, TrainingError
 from driftgym.trainer.scripted import Play
 from driftgym.trainer.scripted_rollouts import PacedEnv, PacedParts
 from driftgym.trainer.scripted_runs import PacedSetup, lags_of_learner, lags_of_records, play_paced
@@ -45,7 +50,7 @@ def check_tokens(run_dir: Path, parts: Any, *, max_lag: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("on_lag", RULES)
-async def test_what_waits_in_the_queue_is_judged_when_it_is_consumed(tmp_path: Path, on_lag: OnLag) -> None:
+def test_what_waits_in_the_queue_is_judged_when_it_is_consumed(tmp_path: Path, on_lag: OnLag) -> None:
     """Case C3: limit 1. Six groups are finished at once at version 0, and steps take two each: of those that wait, the
     ones that are taken at version 1 are in time, and at version 2 nothing of version 0 is."""
     config = scripted.run_config(
@@ -53,7 +58,7 @@ async def test_what_waits_in_the_queue_is_judged_when_it_is_consumed(tmp_path: P
         *("trainer.max_lag=1", "trainer.publish_every_steps=1", f"trainer.on_lag={on_lag}", "trainer.max_steps=6"),
     )
     parts = scripted.ScriptedParts(script=lambda *_: Play(), step_s=0.05)
-    result = await scripted.begin(config, parts)
+    result = in_virtual_time(scripted.begin(config, parts))
     run_dir = tmp_path / "run"
     lags = check_tokens(run_dir, parts, max_lag=1)
     assert max(lags) == result.summary["lag_max"] == 1
@@ -70,14 +75,14 @@ async def test_what_waits_in_the_queue_is_judged_when_it_is_consumed(tmp_path: P
 
 
 @pytest.mark.parametrize("on_lag", RULES)
-async def test_with_limit_0_no_trained_token_was_there_before_the_last_update(tmp_path: Path, on_lag: OnLag) -> None:
+def test_with_limit_0_no_trained_token_was_there_before_the_last_update(tmp_path: Path, on_lag: OnLag) -> None:
     """Case C3: an episode that spans an update is not started, loses its old tokens, or is left out."""
     config = scripted.run_config(
         tmp_path,
         *("trainer.max_lag=0", "trainer.publish_every_steps=1", f"trainer.on_lag={on_lag}", "trainer.max_steps=8"),
     )
     parts = scripted.ScriptedParts(script=lambda index, _: Play(duration_s=0.01 * (index % 5)), step_s=0.02)
-    await scripted.begin(config, parts)
+    in_virtual_time(scripted.begin(config, parts))
     run_dir = tmp_path / "run"
     assert set(check_tokens(run_dir, parts, max_lag=0)) == {0}
     spans = [group["newest_version"] - group["oldest_version"] for group in groups(run_dir, "trained")]
@@ -91,21 +96,20 @@ def slow_first(index: int, _member: int) -> Play:
     return Play(duration_s=0.4 if index == 0 else 0.02)
 
 
-async def slow_task_run(tmp_path: Path, on_lag: OnLag) -> tuple[Any, Any]:
+def slow_task_run(tmp_path: Path, on_lag: OnLag) -> tuple[Any, Any]:
     config = scripted.run_config(
         tmp_path,
         *("trainer.max_lag=2", "trainer.publish_every_steps=1", f"trainer.on_lag={on_lag}", "trainer.max_steps=40"),
         *("trainer.group_size=1", "trainer.num_tasks=10", "trainer.max_in_flight_groups=4"),
     )
     parts = scripted.ScriptedParts(script=slow_first, step_s=0.04)
-    return await scripted.begin(config, parts), parts
+    return in_virtual_time(scripted.begin(config, parts)), parts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on_lag", ["wait", "mask"])
-async def test_a_task_that_takes_many_steps_is_trained_with_limit_2(tmp_path: Path, on_lag: OnLag) -> None:
+def test_a_task_that_takes_many_steps_is_trained_with_limit_2(tmp_path: Path, on_lag: OnLag) -> None:
     """Case C4: ten tasks, forty steps; the slow one has tokens in training again and again."""
-    result, parts = await slow_task_run(tmp_path, on_lag)
+    result, parts = slow_task_run(tmp_path, on_lag)
     check_tokens(tmp_path / "run", parts, max_lag=2)
     of_slow = {f"g{index:06d}-0-0" for index in range(0, 200, 10)}
     steps = [
@@ -119,11 +123,11 @@ async def test_a_task_that_takes_many_steps_is_trained_with_limit_2(tmp_path: Pa
     assert "tasks_left_out" not in result.summary["events"]
 
 
-async def test_a_task_that_drop_always_leaves_out_is_counted_and_said(
+def test_a_task_that_drop_always_leaves_out_is_counted_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cases C4 and C5: the slow task never makes it, although its newest token would; neither is silent."""
-    result, parts = await slow_task_run(tmp_path, "drop")
+    result, parts = slow_task_run(tmp_path, "drop")
     run_dir = tmp_path / "run"
     check_tokens(run_dir, parts, max_lag=2)
     slow = [group for group in groups(run_dir, "dropped") if group["task_index"] % 10 == 0]
@@ -139,7 +143,69 @@ async def test_a_task_that_drop_always_leaves_out_is_counted_and_said(
     assert printed.count("tasks were left out") == 1, "once, and again when there are twice as many"
 
 
-async def test_mask_keeps_the_reward_and_the_baseline_of_a_member_whose_tokens_are_all_too_old(
+FINITE_DROP = (
+    *("trainer.on_lag=drop", "trainer.max_lag=1", "trainer.publish_every_steps=1", "trainer.max_steps=60"),
+    *("trainer.num_tasks=3", "trainer.solved_above=0.9", "trainer.max_in_flight_groups=12", "trainer.group_size=1"),
+)
+
+
+def solved_late(num_before: int) -> Callable[[int, int], Play]:
+    """Task 2 takes long, and is solved at once; the others when they were played `num_before` times."""
+    played: Counter[int] = Counter()
+
+    def script(index: int, _member: int) -> Play:
+        played[index] += 1
+        is_slow = index == 2
+        return Play(duration_s=0.5 if is_slow else 0.02, reward=float(is_slow or played[index] > num_before))
+
+    return script
+
+
+def states(run_dir: Path) -> dict[str, tuple[str, int]]:
+    """By group: what became of it, and at which step."""
+    with contextlib.closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        return {
+            group: (state, step) for group, state, step in journal.execute("SELECT group_id, state, step FROM groups")
+        }
+
+
+def test_what_drop_leaves_out_when_no_step_follows_is_consumed_and_counted(tmp_path: Path) -> None:
+    """The last groups of a run whose tasks are all solved are too old, and no batch takes them along."""
+    config = scripted.run_config(tmp_path, *FINITE_DROP)
+    parts = scripted.ScriptedParts(script=solved_late(6), step_s=0.04)
+    result = in_virtual_time(scripted.begin(config, parts))
+    run_dir, steps = tmp_path / "run", result.summary["steps"]
+    consumed = states(run_dir)
+    assert {state for state, _ in consumed.values()} == {"trained", "dropped"}
+    dropped = groups(run_dir, "dropped")
+    assert result.summary["events"]["groups_dropped"] == len(dropped)
+    num_late = len(dropped) - sum(row["groups_dropped"] for row in scripted.rows(run_dir))
+    assert num_late >= 2, "more than the steps have left out"
+    assert sum(group["step"] == steps and group["oldest_version"] < steps - 1 for group in dropped) >= num_late
+    assert result.rows[-1]["length_sums"][3] == len(consumed), "each group was offered once"
+    again = in_virtual_time(scripted.go_on(run_dir, scripted.ScriptedParts(script=solved_late(0))))
+    assert states(run_dir) == consumed
+    assert again.summary["events"] == result.summary["events"]
+
+
+def test_a_task_that_a_dropped_group_solved_is_solved_in_every_life(tmp_path: Path) -> None:
+    """The lag rule leaves a group out of training; what it scored was scored."""
+    config = scripted.run_config(tmp_path, *FINITE_DROP, "trainer.checkpoint_every_steps=4")
+    never = 10**6
+    parts = scripted.ScriptedParts(script=solved_late(never), step_s=0.04, fail_at_step=25)
+    with pytest.raises(TrainingError, match="the learner is gone"):
+        in_virtual_time(scripted.begin(config, parts))
+    run_dir = tmp_path / "run"
+    slow = {group for group, (state, _) in states(run_dir).items() if int(group[1:]) % 3 == 2 and state != "issued"}
+    assert "dropped" in {states(run_dir)[group][0] for group in slow}
+    num_begun = len(states(run_dir))
+    in_virtual_time(scripted.go_on(run_dir, scripted.ScriptedParts(script=solved_late(never), step_s=0.04)))
+    later = [group for group in states(run_dir) if int(group[1:]) >= num_begun]
+    assert len(later) > 20
+    assert not [group for group in later if int(group[1:]) % 3 == 2]
+
+
+def test_mask_keeps_the_reward_and_the_baseline_of_a_member_whose_tokens_are_all_too_old(
     tmp_path: Path,
 ) -> None:
     """Case C5: of a slow group, the member that ended first is masked whole; its siblings are compared with it."""
@@ -152,7 +218,7 @@ async def test_mask_keeps_the_reward_and_the_baseline_of_a_member_whose_tokens_a
         tmp_path, "trainer.max_lag=2", "trainer.publish_every_steps=1", "trainer.on_lag=mask", "trainer.max_steps=12"
     )
     parts = scripted.ScriptedParts(script=script, step_s=0.05)
-    result = await scripted.begin(config, parts)
+    result = in_virtual_time(scripted.begin(config, parts))
     check_tokens(tmp_path / "run", parts, max_lag=2)
     members = [s for segments in parts.client.segments for s in segments if s.group_id == "g000001"]
     assert [(s.train_mask.any(), s.loss_mask.any()) for s in members] == [(False, True)] * 2 + [(True, True)]
@@ -201,7 +267,7 @@ class FlakyParts(PacedParts):
 
 
 @pytest.mark.parametrize("on_lag", RULES)
-async def test_real_rollouts_with_heavy_tails_and_retries_keep_the_bound(tmp_path: Path, on_lag: OnLag) -> None:
+def test_real_rollouts_with_heavy_tails_and_retries_keep_the_bound(tmp_path: Path, on_lag: OnLag) -> None:
     """Another attempt has newer tokens, and is due when its group is. Checked token by token."""
     trainer = {"on_lag": on_lag, "max_lag": 3, "groups_per_step": 4, "max_in_flight_groups": 12, "max_steps": 16}
     setup = PacedSetup(
@@ -214,7 +280,7 @@ async def test_real_rollouts_with_heavy_tails_and_retries_keep_the_bound(tmp_pat
         tokens_per_unit=16,
         generation_share=0.1,
     )
-    run = await play_paced(setup, tmp_path / "run", model=MODEL, parts_type=FlakyParts)
+    run = in_virtual_time(play_paced(setup, tmp_path / "run", model=MODEL, parts_type=FlakyParts))
     assert run.max_lag <= 3
     assert run.num_unexplained == 0
     assert run.result.summary["events"]["infra_retries"] >= 5

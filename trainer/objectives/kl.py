@@ -43,8 +43,8 @@ def kl_returns(tokens: TokenBatch, *, coef: float) -> Tensor:
     """
     rewards = -coef * (tokens.behaviour_logprobs - _reference(tokens)).detach()
     rewards = torch.where(tokens.mask, rewards, 0.0).double()  # sums run over all sequences: what is before must cancel
-    up_to = rewards.cumsum(0)
-    # Tokens of a sequence stand together: what is left of it is its total less what came before.
+    up_to = rewards.cumsum(0) if tokens.order is None else _running_sums(rewards, tokens.order)
+    # In that order a sequence stands together: what is left of it is its total less what came before.
     totals = tokens.sums(rewards).cumsum(0)
     returns = torch.where(tokens.mask, totals[tokens.sequences] - up_to + rewards, 0.0)
     return returns.to(tokens.logprobs.dtype)
@@ -70,6 +70,11 @@ def without_stale_failures(tokens: TokenBatch, result: TokenLosses, *, max_drift
     stale = stale_failures(tokens, max_drift=max_drift)
     losses = torch.where(stale, result.losses.new_zeros(()), result.losses)
     return TokenLosses(losses=losses, clipped=result.clipped & ~stale, left_out=result.left_out | stale)
+
+
+def _running_sums(values: Tensor, order: Tensor) -> Tensor:
+    """[N] for each place the sum of [N] `values` up to it, in the order of places [N] `order`."""
+    return torch.empty_like(values).index_copy(0, order, values[order].cumsum(0))
 
 
 def _reference(tokens: TokenBatch) -> Tensor:

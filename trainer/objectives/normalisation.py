@@ -1,6 +1,6 @@
 """How the losses of tokens are added up."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from driftgym.trainer.batch_shape import BatchShape
 from driftgym.trainer.objective_config import Normalisation
@@ -11,13 +11,14 @@ def token_weights(
     *,
     normalisation: Normalisation,
     groups: Sequence[Hashable | None] = (),
+    sequences: Sequence[Hashable] = (),
     fixed_num_tokens: int | None = None,
     batch: BatchShape | None = None,
 ) -> list[float]:
-    """The weight w of each token of each sequence, so that the loss of the batch is Σ w·l.
+    """The weight w of each token of each row, so that the loss of the batch is Σ w·l.
 
-    With n the sampled tokens of a sequence (trained or not), N their sum, B the sequences that have any, m the sum of
-    n over the group and P the groups that have any:
+    With n the sampled tokens of a sequence (trained or not; of all its rows), N their sum, B the sequences that have
+    any, m the sum of n over the group and P the groups that have any:
 
     - `token`: 1 / N. Every token counts the same (DAPO arXiv:2503.14476).
     - `sequence`: 1 / (B·n). Every sequence counts the same (GRPO arXiv:2402.03300).
@@ -28,11 +29,12 @@ def token_weights(
     rules and objectives mask, never change what a token counts.
 
     Args:
-        num_tokens: n of each sequence.
+        num_tokens: the sampled tokens of each row.
         normalisation: one of the above.
-        groups: for `prompt`: the group of each sequence; None: it is one of its own.
+        groups: for `prompt`: the group of each row; None: its sequence is one of its own.
+        sequences: the sequence of each row. Empty: each is one of its own, and `batch` is not given.
         fixed_num_tokens: for `fixed` alone.
-        batch: the whole batch, where these sequences are a part of it; None: they are all of it.
+        batch: the whole batch, where these rows are a part of it; None: they are all of it.
 
     Raises:
         ValueError: `groups` or `fixed_num_tokens` is missing.
@@ -41,18 +43,23 @@ def token_weights(
         raise ValueError(f"token_weights: {len(num_tokens)} sequences, but the groups of {len(groups)}")
     if normalisation == "fixed" and fixed_num_tokens is None:
         raise ValueError("token_weights: normalisation `fixed` needs fixed_num_tokens")
-    batch = batch or BatchShape.of_lengths(num_tokens, groups=groups)
+    sequences = sequences or range(len(num_tokens))
+    batch = batch or BatchShape.of_lengths(num_tokens, groups=groups, sequences=sequences)
     if not batch.num_tokens:
         return [0.0] * len(num_tokens)
     if normalisation == "token":
         return [1.0 / batch.num_tokens] * len(num_tokens)
     if normalisation == "sequence":
-        return [1.0 / (batch.num_sequences * num) if num else 0.0 for num in num_tokens]
+        return _inverses(batch.num_sequences * batch.tokens_by_sequence[name] for name in sequences)
     if normalisation == "prompt":
-        totals = [
-            num if group is None else batch.tokens_by_group[group]
-            for group, num in zip(groups, num_tokens, strict=True)
-        ]
-        return [1.0 / (batch.num_prompts * total) if total else 0.0 for total in totals]
+        return _inverses(
+            batch.num_prompts * (batch.tokens_by_sequence[name] if group is None else batch.tokens_by_group[group])
+            for group, name in zip(groups, sequences, strict=True)
+        )
     assert fixed_num_tokens is not None
     return [1.0 / (batch.num_sequences * fixed_num_tokens)] * len(num_tokens)
+
+
+def _inverses(divisors: Iterable[int]) -> list[float]:
+    """0 for a divisor of 0: there is no token to weigh."""
+    return [1.0 / divisor if divisor else 0.0 for divisor in divisors]

@@ -56,6 +56,12 @@ class LossSpec:
     """Stale failures are left out above this drift, in nats a token; None leaves none out."""
 
     @property
+    def needs_whole_sequences(self) -> bool:
+        """True when a token's loss depends on other tokens of its sequence, in whichever of its rows they stand."""
+        is_in_reward = self.kl is not None and self.kl.place == "reward"
+        return self.objective.needs_whole_sequences or self.max_failure_drift is not None or is_in_reward
+
+    @property
     def needs_reference(self) -> bool:
         """True when the log-probs of the reference policy are read."""
         return self.kl is not None or self.objective.needs_reference

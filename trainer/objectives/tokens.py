@@ -1,6 +1,7 @@
 """What objectives read and give, and sums over the sequences of a batch.
 
-Shapes: N tokens, flat, of S sequences (a sequence is one training row); B rows of T places where tokens are padded.
+Shapes: N tokens, flat, of S sequences (a sequence is a trajectory, in one training row or, where its context was
+rewritten, in several); B rows of T places where tokens are padded.
 """
 
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ class TokenBatch:
     """[N] log-probs under the proximal policy, where several steps are taken on one batch; None: it is sg(lp)."""
     reference_logprobs: Tensor | None = None
     """[N] log-probs under the reference policy; None where nothing asks for them."""
+    order: Tensor | None = None
+    """[N] int64: the places of all tokens, sequence by sequence, and within one in the order in which they were
+    sampled. None: they stand so."""
 
     @classmethod
     def padded(

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftgym.agents.episode import EpisodeId
-from driftgym.agents.generators.parking import PARKED
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import ScriptedGenerator, ScriptedRequest
-from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.agents.generators.traffic import PARKED, Stopwatch
 from driftgym.agents.interruption import Interruption
 from driftgym.agents.library_renderer import LibraryRenderer
 from driftgym.agents.rendering import Renderer
@@ -310,6 +309,60 @@ def test_no_budget_is_exceeded(after_tokens: int, num_forced: int, num_more: int
     else:
         assert budget.first == min(max_tokens, room)
         assert after_tokens + num_forced + 1 > room
+
+
+NOT_THINKING = [
+    ("so it is", "\nEnough."),  # nothing was opened
+    ("<think>a</think>so it", "\nEnough."),  # closed
+    ("<think>a</think>", "\nEnough."),  # just closed
+    ("<think>a</think>b<think>c", TEXT),  # opened again
+    ("<think>", TEXT),
+]
+
+
+@pytest.mark.parametrize(("begun", "forced"), NOT_THINKING)
+async def test_a_block_is_closed_only_where_one_is_open(stage: Stage, soon: Any, begun: str, forced: str) -> None:
+    agent = stage.agent([f"{begun}...", "2"], interrupt_after_tokens=len(stage.encode(begun)))
+    await agent.start(session_id="s", tools=[TOOL]).act([USER], deadline_s=soon())
+    first, second = stage.generator.requests
+    assert second["prompt"] == [*first["prompt"], *stage.encode(begun), *stage.encode(forced)]
+
+
+@pytest.mark.parametrize(
+    ("text", "outside"),
+    [("</think>1", "1"), (AgentConfig().interrupt_text, "\n\nTime is up: I answer now.\n\n"), ("x", "x")],
+)
+async def test_what_is_left_of_a_text_without_its_tag(stage: Stage, soon: Any, text: str, outside: str) -> None:
+    agent = stage.agent(["soon...", "2"], interrupt_text=text, interrupt_after_tokens=len(stage.encode("soon")))
+    turn = await agent.start(session_id="s", tools=[TOOL]).act([USER], deadline_s=soon())
+    assert turn.new_prompt_token_ids.tolist() == stage.encode(outside)
+
+
+async def test_a_text_that_is_the_tag_alone_puts_nothing_where_nobody_thinks(stage: Stage, task: Task) -> None:
+    """The answer goes on as it was, in two requests."""
+    num_tokens = len(stage.encode("soon"))
+    agent = stage.agent(["soon...", "2"], interrupt_text="</think>", interrupt_after_tokens=num_tokens)
+    trajectory = await stage.play(agent, task)
+    assert [turn.new_prompt_token_ids.tolist() for turn in trajectory.turns[1:]] == [[]]
+    assert trajectory.turns[1].action.text == "soon2"
+
+
+@pytest.mark.parametrize(("prompt", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+@pytest.mark.parametrize("are_tokens", [True, False])
+async def test_what_the_template_opens_or_closes_counts(
+    toy_tokenizer: Any, generator_type: Any, soon: Any, *, prompt: str, opens: bool, are_tokens: bool
+) -> None:
+    template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eot>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]" + prompt + "{% endif %}"
+    )
+    tokenizer = toy_tokenizer(template, plain=("<think>", "</think>") if are_tokens else ())
+    generator = generator_type(tokenizer.encode, tokenizer.eos_token_id, ["add of add...", "add"])
+    config = AgentConfig(interrupt_after_tokens=len(tokenizer.encode("add of add")), interrupt_text="of</think>add")
+    agent = ToolAgent(generator, TemplateRenderer(tokenizer), config)
+    user = Message(role="user", content="<think>")
+    turn = await agent.start(session_id="s", tools=()).act([user], deadline_s=soon())
+    assert turn.new_prompt_token_ids.tolist() == tokenizer.encode("of</think>add" if opens else "ofadd")
 
 
 async def test_a_block_that_the_prompt_opened_is_closed_by_the_text(

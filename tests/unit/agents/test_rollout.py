@@ -1,4 +1,5 @@
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -273,8 +274,12 @@ async def test_an_environment_that_hangs_ends_as_data(stage: Stage, task: Task, 
         ({"astep": StepResult(messages=())}, "without a reply"),
         ({"astep": StepResult(messages=(), terminated=True, reward=float("nan"))}, "reward nan"),
         ({"astep": "nonsense"}, "not a StepResult"),
+        ({"astep": StepResult(messages=(), terminated=True, events={"seen": float("nan")})}, "events 'seen': nan"),
+        ({"astep": StepResult(messages=(), terminated=True, events={"seen": "x"})}, "events 'seen': 'x'"),  # type: ignore[dict-item]
+        ({"astep": StepResult(messages=(), terminated=True, events={"seen": -1})}, "events 'seen': -1"),
+        ({"astep": StepResult(messages=(), terminated=True, events={"\ud800": 1})}, r"events '\ud800': 1"),
         ({"grade": Grade(reward=float("inf"))}, "reward inf"),
-        ({"grade": Grade(reward=-1e31)}, "reward -1e+31; a number from -1e+30 to 1e+30 is wanted"),
+        ({"grade": Grade(reward=-1e31)}, "reward -1e+31; a number from -1e+12 to 1e+12 is wanted"),
         ({"astep": StepResult(messages=(), terminated=True, reward=1e39)}, "reward 1e+39"),
         ({"grade": 3}, "not a Grade"),
         ({"grade": Grade(reward=1.0, parts={"style": float("nan")})}, "parts style nan"),
@@ -290,6 +295,12 @@ async def test_nonsense_from_an_environment_is_its_error(
     trajectory = await stage.play(["5"], task, faults=faults)
     assert trajectory.status is S.ENV_ERROR
     assert reason in str(trajectory.error)
+
+
+async def test_counts_of_an_environment_are_plain_numbers_whatever_library_counted(stage: Stage, task: Task) -> None:
+    reply = StepResult(messages=(), terminated=True, events={"seen": np.int64(2), "won": True})  # type: ignore[dict-item]
+    trajectory = await stage.play(["5"], task, faults={"astep": reply})
+    assert json.dumps(dict(trajectory.events)) == '{"seen": 2, "won": 1}'
 
 
 async def test_half_a_surrogate_pair_from_an_environment_is_replaced(stage: Stage, task: Task) -> None:

@@ -77,6 +77,30 @@ def test_all_solved_a_failed_member_a_single_one_and_nobody(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2, 0.3, 0.3],
+        [float(np.float32(0.1) + np.float32(0.2)), 0.3, float(np.float32(0.3))],
+        [0.1 + 0.2 - 0.3, 0.0, 0.0],
+        [sum([0.1] * 10) * 1e6, 1e6, None],
+    ],
+)
+def test_rewards_that_differ_by_rounding_alone_are_equal(method, rewards):
+    assert not has_variance(rewards)
+    telling = [1.0, 0.0]
+    noise, other = batch_advantages([rewards, telling], method=method)
+    assert {value for value in noise if value is not None} == {0.0}
+    assert other == batch_advantages([telling], method=method)[0], "it does not change the others either"
+
+
+def test_small_and_large_rewards_that_differ_tell_something():
+    assert has_variance([1e-6, 0.0])
+    assert has_variance([1e6, 1e6 + 10.0])
+    assert has_variance([-1.0, 1.0])
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_nothing(method):
     assert batch_advantages([], method=method) == []
     assert batch_advantages([[]], method=method) == [[]]

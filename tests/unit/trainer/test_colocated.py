@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from driftgym.agents.generators.launch import GeneratorConfig
-from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.sglang import SGLangGenerator
+from driftgym.agents.generators.turns import TurnTakingPool
 from driftgym.config import Limits
 from driftgym.errors import ConfigError, GeneratorError, NotDoneError, TrainingError
 from driftgym.trainer.colocated import ColocatedProcess
@@ -241,20 +241,27 @@ async def test_a_process_of_its_own_takes_steps_in_one_turn_and_its_death_ends_w
     assert first.transport == "disk"
     url = await client.serve(_GENERATOR)
     engine = SGLangGenerator(url, incarnation=1, max_concurrency=16)
-    pool = GeneratorPool([engine], policy_version=0, came_with=first)
+    pool = TurnTakingPool([engine], policy_version=0, came_with=first, max_concurrency=8)
+    client.takes_turns_with(pool)
     options = {"session_id": "s", "deadline_s": time.monotonic() + 60}
     asks = [
         asyncio.create_task(pool.generate(_PROMPT, SamplingParams(max_tokens=40), request_id=f"r{i}", **options))
         for i in range(4)
     ]
     answers = await asyncio.gather(*asks)
+    os.kill(client.pid, signal.SIGSTOP)
     passed, stepped = client.forward_backward([segment_of(answer) for answer in answers]), client.optim_step()
     published = client.publish(tmp_path / "weights")
-    late = asyncio.create_task(pool.generate(_PROMPT, SamplingParams(max_tokens=4), request_id="late", **options))
+    await asyncio.sleep(0.1)
+    soon = {"session_id": "s", "deadline_s": time.monotonic() + 2.0}
+    late = asyncio.create_task(pool.generate(_PROMPT, SamplingParams(max_tokens=4), request_id="late", **soon))
+    await asyncio.sleep(3.0)
+    assert not late.done(), "its clock stands still while the learner has its turn"
+    os.kill(client.pid, signal.SIGCONT)
     await passed
     assert (await stepped).policy_version == 1
     await pool.update_weights(await published, mode="drain", timeout_s=10)
-    assert set((await late).policy_versions.tolist()) <= {0, 1}
+    assert set((await late).policy_versions.tolist()) == {1}
     again = await pool.generate(_PROMPT, SamplingParams(max_tokens=4), request_id="again", **options)
     assert set(again.policy_versions.tolist()) == {1}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driftgym.errors import TrainingError
-from driftgym.trainer.journal import Journal
+from driftgym.trainer.journal import Journal, leave_out
 from driftgym.trainer.staleness import LagHistogram
 from driftgym.types import (
     Completion,
@@ -244,3 +244,22 @@ def test_what_happened_to_the_run_stays_counted_in_every_life(journal: Journal, 
     with contextlib.closing(Journal.open(tmp_path)) as again:
         assert again.begin_life() == journal.incarnation + 1
         assert again.tally.events["generator_lost"] == 2
+
+
+def test_groups_left_out_after_the_last_step_are_of_it_and_its_row_counts_them(tmp_path: Path) -> None:
+    with contextlib.closing(Journal.open(tmp_path)) as journal:
+        journal.begin_life()
+        first, second, third = (play(journal, index) for index in range(3))
+        consume(journal, 1, first)
+        before = journal.step_rows()[0]
+        with pytest.raises(TrainingError, match=f"step 1 consumed {first}"):
+            leave_out(journal, [make_group(1), make_group(0)], step=1, figures={"tasks_left_out": 9})
+        assert journal.step_rows() == [before]
+        leave_out(journal, [make_group(1)], step=1, figures={"tasks_left_out": 1})
+        assert journal.step_rows() == [before | {"tasks_left_out": 1}]
+        assert journal.counts().groups_dropped == 1
+        assert [row.group_id for row in journal.groups("finished")] == [third]
+        journal.roll_back(1)
+        assert [row.group_id for row in journal.groups("dropped")] == [second]
+        journal.roll_back(0)
+        assert [row.group_id for row in journal.groups("finished")] == [first, second, third]

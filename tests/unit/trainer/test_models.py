@@ -49,10 +49,18 @@ def test_a_config_of_nonsense_is_refused(folder, text):
     _refused(folder, r"config\.json", init="random")
 
 
-def test_bfloat16_without_lora_is_refused():
-    with pytest.raises(ConfigError, match="float32"):
-        parse_config(ModelConfig, {"path": "m", "dtype": "bfloat16"}, source="run.yaml")
-    assert ModelConfig.model_validate({"path": "m", "dtype": "bfloat16", "lora": {}}).lora is not None
+def test_float16_is_refused():
+    with pytest.raises(ConfigError, match="bfloat16"):
+        parse_config(ModelConfig, {"path": "m", "dtype": "float16"}, source="run.yaml")
+
+
+def test_what_is_trained_is_float32():
+    plain, low = ({"path": "m"}, {"path": "m", "dtype": "bfloat16"})
+    computes_with_copies = [
+        ModelConfig.model_validate(config).computes_with_copies
+        for config in (plain, low, {**plain, "lora": {}}, {**low, "lora": {}})
+    ]
+    assert computes_with_copies == [False, True, False, False]
 
 
 def test_ordinary_ids_are_neither_special_nor_beyond_the_model(folder):

@@ -65,6 +65,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         ),
         (["trainer.placement=colocated", "generator.num_servers=2"], "set generator.num_servers from 2 to 1"),
         (["trainer.placement=colocated", "generator.device=cuda"], "set generator.device from cuda to cpu"),
+        (["trainer.placement=colocated", "model.dtype=bfloat16"], "set model.dtype from bfloat16 to float32"),
         (
             ["trainer.placement=colocated", "generator.kind=sglang", "generator.urls=[http://localhost:1]"],
             "colocated goes with generator.kind: embedded",

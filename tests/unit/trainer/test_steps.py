@@ -154,11 +154,22 @@ def test_a_pass_that_is_not_finite_spoils_its_step_and_no_other(learner_spec, se
 
 def test_an_error_of_any_other_kind_is_named_in_one_line(learner_spec, segments):
     learner = Learner(learner_spec())
-    unknown = dataclasses.replace(segments[0], token_ids=np.full_like(segments[0].token_ids, 10_000))
-    with pytest.raises(IndexError):
-        learner.forward_backward([unknown])
-    with pytest.raises(NotDoneError, match=r"forward_backward failed: IndexError: [^\n]+$"):
+    with pytest.raises(AttributeError):
+        learner.forward_backward([*segments, None])
+    with pytest.raises(NotDoneError, match=r"forward_backward failed: AttributeError: [^\n]+$"):
         learner.optim_step()
+
+
+def test_a_row_that_no_pass_can_read_is_named(learner_spec, segments):
+    learner = Learner(learner_spec())
+    unknown = dataclasses.replace(segments[0], token_ids=np.full_like(segments[0].token_ids, 10_000))
+    untold = dataclasses.replace(
+        segments[1], loss_mask=np.ones_like(segments[1].loss_mask), train_mask=segments[1].train_mask
+    )
+    for row, problem in ((unknown, "t0: token 10000 is unknown"), (untold, "t1: the first token cannot be trained")):
+        with pytest.raises(TrainingError, match=problem):
+            learner.train_step([row])
+    assert learner.train_step(segments).policy_version == 1
 
 
 def test_a_step_without_a_pass_counts_and_changes_nothing(learner_spec, segments, tmp_path):

@@ -41,6 +41,12 @@ def test_time_goes_on_over_the_lives_of_a_run() -> None:
     assert clock.loop_s == pytest.approx(80.0, abs=0.5)
 
 
+def test_figures_that_a_row_has_as_null_count_from_0() -> None:
+    clock = RunClock(dict.fromkeys(RunClock({}).row()))
+    assert (clock.step_s, clock.loop_s, clock.generator_s, clock.generator_busy_s) == (0.0, 0.0, 0.0, 0.0)
+    assert clock.generator_idle_fraction is None
+
+
 def test_the_time_of_tools_is_that_of_the_loop_alone_and_goes_on_over_the_lives_of_a_run() -> None:
     tools = ToolMeter()
     with tools.running():
@@ -73,6 +79,7 @@ def test_the_ratio_at_lag_0_is_a_mean_over_tokens_and_null_without_any() -> None
     rows = [{"num_lag0_tokens": 1, "lag0_ratio_sum": 1.3}, {"num_lag0_tokens": 3, "lag0_ratio_sum": 2.7}]
     assert ratio_at_lag0(rows) == pytest.approx(1.0)
     assert ratio_at_lag0([{"num_lag0_tokens": 0, "lag0_ratio_sum": 0.0}]) is None
+    assert ratio_at_lag0([*rows, {"num_lag0_tokens": 9, "lag0_ratio_sum": None}]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("num_rows", "num_windows"), [(0, 0), (3, 3), (10, 10), (11, 6), (25, 9), (1000, 10)])

@@ -74,9 +74,8 @@ async def test_errors_of_a_step_leave_a_learner_that_goes_on(learner_spec, segme
     bad = dataclasses.replace(segments[0], advantages=np.full_like(segments[0].advantages, math.nan))
     with pytest.raises(TrainingError, match="t0"):
         await train_step(client, [bad, *segments[1:]])
-    unknown_token = dataclasses.replace(segments[0], token_ids=np.full_like(segments[0].token_ids, 10_000))
     with pytest.raises(TrainingError, match="forward_backward failed"):
-        await train_step(client, [unknown_token])
+        await train_step(client, [None])
     there = await train_step(client, segments)
     await client.close()
     assert there.policy_version == 1

@@ -6,9 +6,8 @@ import time
 from pool_engines import QUICK, Engine, answer, ask, check, expect_failure, until, weights
 
 from driftgym.agents.bounded import bounded
-from driftgym.agents.generators.parking import PARKED
 from driftgym.agents.generators.pool import GeneratorPool
-from driftgym.agents.generators.traffic import Stopwatch
+from driftgym.agents.generators.traffic import PARKED, Stopwatch
 
 
 def pool_of(*engines, **options):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from stub_engine import StubEngine, reply
 
 from driftgym.agents.generators.base import Scores, WeightVersion
 from driftgym.agents.generators.probe import check_logprobs
@@ -48,7 +49,14 @@ async def test_log_probs_of_before_the_temperature_are_refused_in_one_line(sprea
 
 @pytest.mark.parametrize("spread", [0.0, 0.02, 1.0, 90.0])
 async def test_log_probs_of_after_the_temperature_pass(spread):
-    await check_logprobs(ModelGenerator(spread=spread, is_raw=False), name="http://x", token_id=1, timeout_s=5)
+    assert await check_logprobs(ModelGenerator(spread=spread, is_raw=False), name="http://x", token_id=1, timeout_s=5)
+
+
+async def test_of_an_engine_that_does_not_score_nobody_can_tell():
+    engine = StubEngine()
+    engine.answer = reply([5, 6, 7])
+    async with engine.client() as client:
+        assert not await check_logprobs(client, name="http://x", token_id=1, timeout_s=5)
 
 
 async def test_a_model_that_finds_all_tokens_as_likely_passes():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import time
 
@@ -210,6 +211,8 @@ async def test_the_load_of_replicas_is_summed():
         for _ in range(2):
             health = await client.health()
             assert (health.num_running, health.num_queued, health.busy_s) == (4, 2, 1.5)
+        stub.server = {"busy_s": math.nan}
+        assert (await client.health()).busy_s == 0.0, "the client's own count, where the server's makes no sense"
     assert [path for path, _ in stub.calls].count("/v1/loads") == 3  # asked of the second client once
 
 
