@@ -5,6 +5,7 @@ Removed are folders of this user's, whose name says an owner that is certainly g
 next start of boxes that are processes, and by `driftgym sandbox reap`. Several may sweep at once.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -54,9 +55,9 @@ def sweep_folders() -> int:
     """Removes them, and ends what still runs of their boxes. Returns how many are gone."""
     folders = left_over_folders()
     for folder in folders:
-        tag = box_tag(folder)
-        if tagged_processes(tag):
-            kill_all(lambda tag=tag: tagged_processes(tag))  # type: ignore[misc]
+        find = functools.partial(tagged_processes, box_tag(folder))
+        if find():
+            kill_all(find)
         shutil.rmtree(folder, ignore_errors=True)
     return sum(not folder.exists() for folder in folders)
 

@@ -109,7 +109,7 @@ def check_sealed(folder: Path) -> None:
 def number_in_name(folder: Path) -> int | None:
     """The number at the end of its name; None where there is none, or a file that is not named by a number alone."""
     match = re.search(r"(\d+)$", folder.name)
-    return int(match.group(1)) if match and (folder.is_dir() or folder.name.isdigit()) else None
+    return int(match.group(1)) if match and (folder.is_dir() or folder.name.isdecimal()) else None
 
 
 def newest_complete(
@@ -123,7 +123,7 @@ def newest_complete(
         number_of: the newest has the highest number; None for what is no checkpoint.
     """
     found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if not path.name.startswith(".")]
-    numbered = [(number, path.name.isdigit(), path) for path in found if (number := number_of(path)) is not None]
+    numbered = [(number, path.name.isdecimal(), path) for path in found if (number := number_of(path)) is not None]
     for *_, path in sorted(numbered, reverse=True):  # of a checkpoint and its copy, the one that has its plain name
         damage = damage_of(path)
         if damage is None:

@@ -10,7 +10,7 @@ from driftgym.trainer.batch_shape import sequence_names
 from driftgym.trainer.batching import Row
 from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
 from driftgym.trainer.segments import not_finite
-from driftgym.trainer.sharding import are_finite, grad_norm
+from driftgym.trainer.sharding import grad_norm
 from driftgym.types import Segment
 
 _MAX_NAMED = 8
@@ -54,20 +54,30 @@ def checked_grad_norm(
         TrainingError: the loss or a gradient is not finite; names the trajectories that make it so.
     """
     norm = grad_norm(parameters.values(), settings.ranks)
-    if math.isfinite(report.loss) and math.isfinite(float(norm)):
+    if _are_finite(report, norm):
         return norm
     what = "a gradient" if math.isfinite(report.loss) else "the loss"
-    culprits = _culprits(model, parameters, rows, settings)
+    culprits = _culprits(model, parameters, rows, policy_version=step - 1, settings=settings)
     raise TrainingError(
         f"step {step}: {what} is not finite; the weights are as before. "
         f"Trajectories: {', '.join(culprits) or 'none on its own'}"
     )
 
 
+def _are_finite(report: PassReport, norm: Tensor) -> bool:
+    """Of a pass its loss, and the [] norm of its gradients, which may overflow where each of them is finite."""
+    return math.isfinite(report.loss) and math.isfinite(float(norm))
+
+
 def _culprits(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], rows: Sequence[Row], settings: PassSettings
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    rows: Sequence[Row],
+    *,
+    policy_version: int,
+    settings: PassSettings,
 ) -> list[str]:
-    """The trajectories whose own loss or gradient is not finite; at most eight, then an ellipsis."""
+    """The trajectories whose own loss or gradient norm is not finite; at most eight, then an ellipsis."""
     by_trajectory: dict[Hashable, list[Row]] = {}
     for row, name in zip(rows, sequence_names([row.segment for row in rows]), strict=True):
         by_trajectory.setdefault(name, []).append(row)
@@ -75,9 +85,8 @@ def _culprits(
     for of_one in by_trajectory.values():
         for parameter in parameters.values():
             parameter.grad = None
-        report = accumulate_gradients(model, of_one, policy_version=0, settings=settings)
-        has_finite_gradients = are_finite(parameters.values(), settings.ranks)
-        if math.isfinite(report.loss) and has_finite_gradients:
+        report = accumulate_gradients(model, of_one, policy_version=policy_version, settings=settings)
+        if _are_finite(report, grad_norm(parameters.values(), settings.ranks)):
             continue
         if len(named) == _MAX_NAMED:
             return [*named, "..."]

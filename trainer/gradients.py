@@ -232,7 +232,7 @@ class _Passes:
                 keeps=ranks.is_first or not joins_ranks,  # what all have, all would count
             )
         else:
-            slopes = self._lose_nothing(own, in_one_pass=in_one_pass)
+            slopes = self._lose_nothing(scored, in_one_pass=in_one_pass)
         if needs_gradient and not in_one_pass:
             first = ranks.rank * len(own) if joins_ranks else 0
             self._push_back(own, slopes[first : first + len(own)])

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from driftgym.errors import TrainingError
 from driftgym.metrics import plain_row
 from driftgym.trainer.counts import Counts, read_counts, read_rewards, read_rewards_by_group
-from driftgym.trainer.durable import flush_to_disk
+from driftgym.trainer.durable import flush_files
 from driftgym.trainer.records import read_group, write_group
 from driftgym.trainer.staleness import LagHistogram, newest_version, oldest_version
 from driftgym.trainer.tally import Tally
@@ -125,9 +125,9 @@ class Journal:
 
     def flush_trajectories(self) -> None:
         """Makes those written so far safe against a power failure; safe in another thread. Raises OSError."""
-        paths, self._unflushed = self._unflushed, []
-        if paths:
-            flush_to_disk(*paths, self._trajectories)
+        paths = self._unflushed[:]
+        flush_files(self._trajectories, paths)
+        del self._unflushed[: len(paths)]  # and no others, which may have been added meanwhile
 
     def finish(self, group: TrajectoryGroup, *, failed: bool, step: int | None = None) -> None:
         """A group's episodes have ended. A failed one (no member is scored) is consumed with that, no later than by
@@ -277,7 +277,8 @@ class Journal:
         return self._tally
 
     def flush(self) -> None:
-        """Makes all that was recorded safe against a power failure; `flush_trajectories` comes before."""
+        """Makes all that was recorded safe against a power failure, trajectories first. Raises OSError for these."""
+        self.flush_trajectories()
         self._db.execute("PRAGMA synchronous=FULL")  # whose commits wait until the log is on the disk
         try:
             with self._transaction():

@@ -44,15 +44,15 @@ class LearnerConfig(Config):
     max_failure_drift: float | None = pydantic.Field(
         None,
         ge=0,
-        description="Segments of advantage 0 or less are left out once the policy gives them so many nats a token less "
-        "than their writer did; null leaves none out beyond what the objective does.",
+        description="Trajectories of advantage 0 or less are left out once the policy gives them so many nats a token "
+        "less than their writer did; null leaves none out beyond what the objective does.",
     )
     kl: KlConfig | None = pydantic.Field(None, description="A section turns the pull towards the first weights on.")
     normalisation: Normalisation = pydantic.Field(
         "token", description="How the losses of tokens are added up; see objectives.normalisation."
     )
     fixed_num_tokens: int | None = pydantic.Field(
-        None, gt=0, description="With normalisation `fixed`: the tokens per segment that the loss is divided by."
+        None, gt=0, description="With normalisation `fixed`: the tokens per trajectory that the loss is divided by."
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = pydantic.Field(

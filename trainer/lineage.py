@@ -72,7 +72,8 @@ async def write_checkpoint(run_dir: Path, client: TrainingClient, journal: Journ
     checkpoints = run_dir / "checkpoints"
     folder = checkpoints / _folder_name(policy_version)
     try:
-        # A checkpoint never outlives the journal that leads up to it, nor that the trajectories that it speaks of.
+        # A checkpoint never outlives the journal that leads up to it, nor that the trajectories that it speaks of: the
+        # many before, in a thread, and with the journal the few that came meanwhile.
         await asyncio.to_thread(_flush_records, run_dir, journal)
         journal.flush()
         shutil.rmtree(folder, ignore_errors=True)  # only a damaged one can stand in the way
@@ -82,7 +83,7 @@ async def write_checkpoint(run_dir: Path, client: TrainingClient, journal: Journ
             (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
     except OSError as error:
         raise TrainingError(f"{folder}: the checkpoint cannot be written ({error.strerror})") from None
-    numbered = sorted(path for path in checkpoints.iterdir() if path.name.isdigit())
+    numbered = sorted((path for path in checkpoints.iterdir() if path.name.isdecimal()), key=lambda p: int(p.name))
     for old in numbered[:-_KEPT_CHECKPOINTS]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -120,9 +121,10 @@ def _take_up(run_dir: Path, journal: Journal, rule: LagRule, *, say: Callable[[s
     if journal.last_step() < version:
         raise TrainingError(f"{run_dir}: the journal ends at step {journal.last_step()}, before checkpoint {version}")
     for path in checkpoints.iterdir():
-        if path.name.isdigit() and (checkpoint is None or path.resolve() != checkpoint.resolve()):
-            _set_aside(path, is_lost=int(path.name) >= version)
-    if checkpoint is not None and checkpoint.name.isdigit():
+        is_taken_up = checkpoint is not None and path.resolve() == checkpoint.resolve()
+        if path.name.isdecimal() and int(path.name) >= version and not is_taken_up:
+            _set_aside(path)
+    if checkpoint is not None and checkpoint.name.isdecimal():
         checkpoint = checkpoint.rename(checkpoints / _folder_name(version))  # a later one may be called as it was
     num_lost = split_lost_rows(run_dir / "metrics.jsonl", run_dir / "metrics.lost.jsonl", last_step=version)
     journal.roll_back(version)
@@ -187,15 +189,14 @@ def _version_of(checkpoint: Path) -> int:
         raise TrainingError(f"{checkpoint}/state.json: not the state of a run") from None
 
 
-def _set_aside(path: Path, *, is_lost: bool) -> None:
+def _set_aside(path: Path) -> None:
     """A checkpoint of a lost life keeps its content under a name that is never taken up again."""
-    if is_lost:
-        aside = path.with_name(_LOST + path.name)
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink(missing_ok=True)
-        path.rename(aside)
+    aside = path.with_name(_LOST + path.name)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
+    path.rename(aside)
 
 
 def _checked(group: TrajectoryGroup, row: GroupRow) -> TrajectoryGroup:

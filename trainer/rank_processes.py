@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from driftgym.errors import DriftgymError, NotDoneError
 from driftgym.processes import ChildDiedError, Failure, read_frame, write_frame
 
 _T = TypeVar("_T")
-_SETTLE_S = 30.0  # after an error in this process: one that does not answer by then waits for this one, in vain
+_SETTLE_S = 30.0  # after an error in this process: those that do not answer by then wait for this one, in vain
 _END_S = 5.0
 _FIRST_ALONE = frozenset({"publish", "save"})  # in which the first may fail after the others have given their part
 
@@ -41,10 +42,12 @@ class _Process:
             [sys.executable, "-P", "-m", module, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
-        self._reader.start()
         self.name = f"process {rank} of the learner (pid {self._process.pid})"
         """For people; the first is 0."""
+        self.answered_at_s = 0.0
+        """When its last answer came, on the monotonic clock."""
+        self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
+        self._reader.start()
 
     def send(self, request: bytes) -> None:
         """Gives it a call. Where it is gone, that is its answer."""
@@ -55,7 +58,7 @@ class _Process:
             return
 
     def answer(self, *, timeout_s: float | None) -> Any:
-        """What it answers to the call: a result, a Failure, or `_Ended`; None where nothing comes in time."""
+        """What it answers to the call: a result, a Failure, or `_Ended`; `_SILENT` where nothing comes in time."""
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -80,8 +83,12 @@ class _Process:
         assert stdout is not None
         with stdout:
             while (payload := read_frame(stdout)) is not None:
-                self._answers.put(pickle.loads(payload))
-        self._answers.put(_Ended(exit_code=self._process.wait()))
+                self._take(pickle.loads(payload))
+        self._take(_Ended(exit_code=self._process.wait()))
+
+    def _take(self, answer: Any) -> None:
+        self.answered_at_s = time.monotonic()
+        self._answers.put(answer)
 
 
 _SILENT = object()
@@ -90,14 +97,21 @@ _SILENT = object()
 class RankProcesses:
     """All further processes of a learner. Made by `start`, ended by `close`."""
 
-    def __init__(self, processes: Sequence[_Process]) -> None:
+    def __init__(self, processes: Sequence[_Process], *, settle_s: float) -> None:
         self._processes = tuple(processes)
+        self._settle_s = settle_s
         self._lost: str | None = None
 
     @classmethod
-    def start(cls, module: str, *, num: int) -> "RankProcesses":
-        """Starts `python -m module RANK` for the ranks 1 to `num`; they answer calls by `serve_calls`."""
-        return cls([_Process(module, rank=rank) for rank in range(1, num + 1)])
+    def start(cls, module: str, *, num: int, settle_s: float = _SETTLE_S) -> "RankProcesses":
+        """Starts `python -m module RANK` for the ranks 1 to `num`; they answer calls by `serve_calls`.
+
+        Args:
+            module: what they run.
+            num: how many.
+            settle_s: after an error in this process, how long all of them together may take to answer.
+        """
+        return cls([_Process(module, rank=rank) for rank in range(1, num + 1)], settle_s=settle_s)
 
     def carry(self, method: str, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """The result of `call` here, while each other process answers `method` with the same arguments.
@@ -117,8 +131,7 @@ class RankProcesses:
             result = call(*args, **kwargs)
         except Exception as caught:
             error = caught
-        timeout_s = None if error is None else _SETTLE_S
-        answers = [process.answer(timeout_s=timeout_s) for process in self._processes]
+        answers = self._answers(settle_s=None if error is None else self._settle_s)
         self._lost = self._why_lost(method, error, answers)
         if self._lost is not None:
             self.close(timeout_s=0.0)
@@ -134,9 +147,17 @@ class RankProcesses:
         for process in self._processes:
             process.end(timeout_s=timeout_s)
 
+    def _answers(self, *, settle_s: float | None) -> list[Any]:
+        """What each answers; all of them have `settle_s` for it, or the time that they take."""
+        if settle_s is None:
+            return [process.answer(timeout_s=None) for process in self._processes]
+        deadline_s = time.monotonic() + settle_s
+        return [process.answer(timeout_s=max(0.0, deadline_s - time.monotonic())) for process in self._processes]
+
     def _why_lost(self, method: str, error: Exception | None, answers: Sequence[Any]) -> str | None:
         """Why the processes cannot go on together; None when they can."""
-        named = [(process.name, answer) for process, answer in zip(self._processes, answers, strict=True)]
+        answered = sorted(zip(self._processes, answers, strict=True), key=lambda each: each[0].answered_at_s)
+        named = [(process.name, answer) for process, answer in answered]  # others fail after the one that is the cause
         for name, answer in named:
             if isinstance(answer, _Ended):
                 return f"{name} {_how(answer.exit_code)}"

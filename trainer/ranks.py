@@ -1,7 +1,7 @@
 """The processes that compute a step together, seen from one of them; torch.distributed, gloo on a CPU, NCCL on GPUs.
 
 All of them run the same code on the same rows (one program, several processes): each takes its share of the rows, and
-what depends on the whole batch is computed by each from what all of them gave. Every method here but `shares` is a
+what depends on the whole batch is computed by each from what all of them gave. Every method here but `share` is a
 meeting: each process must come to it, the same number of times and in the same order.
 """
 

@@ -2,7 +2,7 @@
 
 Parameters are whole while a layer computes, and parts else. Gradients are the sums over all processes: the weights of
 tokens are those in the whole batch, so that nothing is left to be divided. The functions work on plain tensors too,
-and then do nothing. All but `part_of` meet the other processes (see `ranks`).
+and then do nothing. What makes something whole, and `grad_norm`, meet the other processes (see `ranks`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -96,16 +96,8 @@ def _moment(value: Tensor, parameter: Tensor) -> Tensor:
 
 def grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:
     """[] the norm of all gradients, those of every process."""
-    return ranks.root_of_squares(torch.nn.utils.get_total_norm([_own_part(each) for each in _gradients(parameters)]))
-
-
-def are_finite(parameters: Iterable[nn.Parameter], ranks: Ranks) -> bool:
-    """True when all gradients are, those of every process."""
-    return not ranks.largest(any(not bool(_own_part(each).isfinite().all()) for each in _gradients(parameters)))
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [_own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return ranks.root_of_squares(torch.nn.utils.get_total_norm(gradients))
 
 
 def _own_part(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def warmup_batches(
             order += rng.permutation(len(demonstrations)).tolist()
         chosen, order = order[:wanted], order[wanted:]
         segments = [imitated(demonstrations[index]) for index in chosen]
-        segments += [copy_segment(rng, ordinary_token_ids) for _ in range(num_copies)]
+        segments += [copy_segment(rng, ordinary_token_ids, number=number) for number in range(num_copies)]
         weights = token_weights([int(s.loss_mask.sum()) for s in segments], normalisation="token")
         yield [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
 
@@ -57,12 +57,12 @@ def imitated(segment: Segment) -> Segment:
     )
 
 
-def copy_segment(rng: np.random.Generator, ordinary_token_ids: Sequence[int]) -> Segment:
-    """A span of random tokens said twice, with the loss on the second saying."""
+def copy_segment(rng: np.random.Generator, ordinary_token_ids: Sequence[int], *, number: int) -> Segment:
+    """A span of random tokens said twice, with the loss on the second saying; `number` tells those of a batch apart."""
     span = rng.choice(np.asarray(ordinary_token_ids), size=_COPY_NUM_TOKENS)
     second = np.arange(2 * _COPY_NUM_TOKENS) >= _COPY_NUM_TOKENS
     return Segment(
-        trajectory_id="copy",
+        trajectory_id=f"copy-{number}",
         segment_index=0,
         token_ids=np.concatenate([span, span]),
         loss_mask=second,

@@ -2,26 +2,22 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import shutil
 import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import scripted_run as scripted
 
 from driftgym.errors import ConfigError, DriftgymError, TrainingError
 from driftgym.trainer.run_config import RESOLVED_NAME
 
-PROGRAM = Path(__file__).with_name("scripted_run.py")
-_spec = importlib.util.spec_from_file_location("scripted_run", PROGRAM)
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
+PROGRAM = Path(scripted.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -133,34 +129,19 @@ async def test_rows_that_the_file_of_metrics_has_lost_come_back(run_dir: Path, k
     assert all("reward_mean" in row and row["incarnation"] == 1 for row in scripted.rows(run_dir)[:9])
 
 
-def lock_is_a_folder(run_dir: Path) -> None:
-    (run_dir / "run.lock").unlink()
-    (run_dir / "run.lock").mkdir()
+def is_a_folder(run_dir: Path, *, name: str) -> None:
+    (run_dir / name).unlink()
+    (run_dir / name).mkdir()
 
 
-def checkpoints_are_a_file(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "checkpoints").write_text("")
+def is_a_file(run_dir: Path, *, name: str) -> None:
+    shutil.rmtree(run_dir / name)
+    (run_dir / name).write_text("")
 
 
-def metrics_are_a_folder(run_dir: Path) -> None:
-    (run_dir / "metrics.jsonl").unlink()
-    (run_dir / "metrics.jsonl").mkdir()
-
-
-def trajectories_are_a_file(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "trajectories")
-    (run_dir / "trajectories").write_text("")
-
-
-def journal_is_overwritten(run_dir: Path) -> None:
-    data = (run_dir / "journal.sqlite").read_bytes()
-    (run_dir / "journal.sqlite").write_bytes(data[:4096] + b"\x0d" * (len(data) - 4096))
-
-
-def journal_is_cut_short(run_dir: Path) -> None:
-    data = (run_dir / "journal.sqlite").read_bytes()
-    (run_dir / "journal.sqlite").write_bytes(data[: len(data) // 2])
+def journal_holds(run_dir: Path, *, of: Callable[[bytes], bytes]) -> None:
+    path = run_dir / "journal.sqlite"
+    path.write_bytes(of(path.read_bytes()))
 
 
 def journal_is_gone(run_dir: Path) -> None:
@@ -170,14 +151,27 @@ def journal_is_gone(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        (lock_is_a_folder, ConfigError, r"run\.lock: cannot be written \(Is a directory\)"),
-        (checkpoints_are_a_file, ConfigError, r"checkpoints: cannot be taken up \(File exists\)"),
-        (metrics_are_a_folder, ConfigError, r"metrics\.jsonl: cannot be taken up \(Is a directory\)"),
-        (trajectories_are_a_file, TrainingError, r"trajectories: cannot be written \(File exists\)"),
-        (journal_is_overwritten, TrainingError, r"journal\.sqlite: cannot be opened as a journal"),
-        (journal_is_cut_short, TrainingError, r"journal\.sqlite: cannot be opened as a journal"),
+        (partial(is_a_folder, name="run.lock"), ConfigError, r"run\.lock: cannot be written \(Is a directory\)"),
+        (partial(is_a_file, name="checkpoints"), ConfigError, r"checkpoints: cannot be taken up \(File exists\)"),
+        (
+            partial(is_a_folder, name="metrics.jsonl"),
+            ConfigError,
+            r"metrics\.jsonl: cannot be taken up \(Is a directory\)",
+        ),
+        (partial(is_a_file, name="trajectories"), TrainingError, r"trajectories: cannot be written \(File exists\)"),
+        (
+            partial(journal_holds, of=lambda data: data[:4096] + b"\x0d" * (len(data) - 4096)),
+            TrainingError,
+            r"journal\.sqlite: cannot be opened as a journal",
+        ),
+        (
+            partial(journal_holds, of=lambda data: data[: len(data) // 2]),
+            TrainingError,
+            r"journal\.sqlite: cannot be opened as a journal",
+        ),
         (journal_is_gone, TrainingError, "the journal ends at step 0, before checkpoint 9"),
     ],
+    ids=["lock", "checkpoints", "metrics", "trajectories", "overwritten journal", "cut journal", "no journal"],
 )
 async def test_what_cannot_be_gone_on_with_is_said_and_costs_no_checkpoint(
     run_dir: Path, change: Callable[[Path], None], kind: type[DriftgymError], message: str
@@ -187,7 +181,7 @@ async def test_what_cannot_be_gone_on_with_is_said_and_costs_no_checkpoint(
     change(run_dir)
     with pytest.raises(kind, match=message):
         await scripted.go_on(run_dir, scripted.ScriptedParts())
-    if change is not checkpoints_are_a_file:
+    if (run_dir / "checkpoints").is_dir():
         assert names(run_dir) == ["00000006", "00000009"]
 
 

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_run as scripted
 from counted_tools import CountedTools, LineEngine
 from pool_engines import QUICK
 from stub_engine import reply
@@ -20,12 +20,6 @@ from driftgym.trainer.loop import Parts
 from driftgym.trainer.parts import StartRequest, group_player
 from driftgym.trainer.run import RunResult
 from driftgym.trainer.scripted import NumberedTasks, ScriptedTrainingClient
-
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 Answer = tuple[int, Any]
 Script = Callable[["FaultyEngine", int], Answer | None]

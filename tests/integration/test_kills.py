@@ -2,7 +2,6 @@
 that are too short to be hit."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import scripted_run as scripted
 
 from driftgym.errors import ConfigError, TrainingError
 from driftgym.trainer.journal import Journal
@@ -22,12 +22,6 @@ from driftgym.trainer.stop import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "kills.py"
-
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 
 @pytest.mark.slow

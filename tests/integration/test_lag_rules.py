@@ -4,7 +4,6 @@ In virtual time: which episode ends during which step follows from the lengths g
 """
 
 import contextlib
-import importlib.util
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripted_run as scripted
 from virtual_time import in_virtual_time
 
 from driftgym.envs.base import StepResult
@@ -24,11 +24,6 @@ from driftgym.trainer.staleness import OnLag
 from driftgym.types import Message
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny-qwen3"
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 RULES: tuple[OnLag, ...] = ("wait", "mask", "drop")
 

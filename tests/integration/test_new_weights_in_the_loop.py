@@ -1,7 +1,6 @@
 """The loop while generators take new weights: each way to take them, answers that are parked, and the lag bound."""
 
 import contextlib
-import importlib.util
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripted_run as scripted
 
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import ScriptedGenerator, ScriptedRequest
@@ -26,11 +26,6 @@ from driftgym.trainer.segments import segments_of
 from driftgym.types import Completion, Message, Trajectory, TrajectoryStatus, WeightUpdate
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny-qwen3"
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 QUESTION = [Message(role="user", content="How many?")]
 NUM_LONG = 61

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import sqlite3
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_run as scripted
 
 from driftgym.agents.generators.pool import GeneratorPool
 from driftgym.agents.generators.scripted import Script, ScriptedGenerator, ScriptedRequest
@@ -29,11 +29,6 @@ from driftgym.trainer.scripted import NumberedTasks, ScriptedTrainingClient
 from driftgym.types import Completion, Message, SamplingParams, ToolCall, TrajectoryStatus
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny-qwen3"
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 
 class AnswerEnv(ToolEnv):

@@ -1,7 +1,6 @@
 """Runs whose sinks are slow, stuck or refuse rows, whose output nobody reads, and which are killed between two rows."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripted_run as scripted
 
 from driftgym.errors import TrainingError
 from driftgym.sinks import Row
@@ -21,13 +21,8 @@ from driftgym.trainer.run_config import load_resolved, make_run_dir
 from driftgym.trainer.scripted_rollouts import Pace, PacedParts, paced_config
 from driftgym.trainer.stop import Stop
 
-PROGRAM = Path(__file__).with_name("scripted_run.py")
+PROGRAM = Path(scripted.__file__)
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny-qwen3"
-_spec = importlib.util.spec_from_file_location("scripted_run", PROGRAM)
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 
 class NondecreasingSink:

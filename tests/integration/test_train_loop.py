@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_run as scripted
 
 from driftgym.errors import ConfigError, GeneratorError, TrainingError
 from driftgym.trainer.lineage import lock_run
@@ -23,12 +23,7 @@ from driftgym.trainer.scripted import Play
 from driftgym.trainer.stop import Stop
 from driftgym.types import TrajectoryStatus
 
-PROGRAM = Path(__file__).with_name("scripted_run.py")
-_spec = importlib.util.spec_from_file_location("scripted_run", PROGRAM)
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
+PROGRAM = Path(scripted.__file__)
 
 SUMMARY_KEYS = {
     *("steps", "policy_version", "episodes_started", "episodes_finished", "episodes_trained"),

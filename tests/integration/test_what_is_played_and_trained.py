@@ -1,23 +1,17 @@
 """The loop with scripted parts: zero-variance groups filtered or kept, solved tasks left out, also over a resume."""
 
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_run as scripted
 import yaml
 
 from driftgym.errors import ConfigError, TrainingError
 from driftgym.trainer.records import read_group
 from driftgym.trainer.scripted import Play
-
-_spec = importlib.util.spec_from_file_location("scripted_run", Path(__file__).with_name("scripted_run.py"))
-assert _spec is not None
-assert _spec.loader is not None
-scripted = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
 
 FINITE = ("trainer.num_tasks=5", "trainer.solved_above=0.9", "trainer.max_lag=1", "trainer.publish_every_steps=1")
 

@@ -1,6 +1,7 @@
 """Tiny random models whose distributions are far from even, one folder for each version of the weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,20 +32,37 @@ def save_tiny_model(
 ) -> Path:
     """Writes a model with random weights; returns the folder."""
     torch.manual_seed(seed)
+    model = _one_layer(vocab_size=vocab_size, width=32, num_heads=2, head_dim=head_dim, is_tied=is_tied)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_model_of_fixed_logits(folder: Path, logits: Sequence[float]) -> Path:
+    """A model whose logits are these, whatever it reads: its layer adds nothing to embeddings that are all the same."""
+    width = 4
+    model = _one_layer(vocab_size=len(logits), width=width, num_heads=1, head_dim=width, is_tied=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        model.lm_head.weight.copy_(torch.tensor(logits)[:, None] / width * torch.ones(width))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _one_layer(*, vocab_size: int, width: int, num_heads: int, head_dim: int, is_tied: bool) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=width,
+        intermediate_size=width * 3 // 2,
         num_hidden_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=num_heads,
         num_key_value_heads=1,
         head_dim=head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=is_tied,
         initializer_range=0.2,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return Qwen3ForCausalLM(config)
 
 
 def save_tiny_tokenizer(folder: Path) -> None:

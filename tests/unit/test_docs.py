@@ -35,7 +35,7 @@ PAGES = (
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|sandboxes|envs|agents|trainer|configs|tests|benchmarks)/[\w./-]+)`")
 FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")
-SCRIPTED_RUN = ROOT / "tests" / "integration" / "scripted_run.py"
+SCRIPTED_RUN = ROOT / "tests" / "support" / "scripted_run.py"
 
 
 def page(name: str) -> str:

@@ -50,10 +50,11 @@ def token_weights(
     if normalisation == "token":
         return [1.0 / batch.num_tokens] * len(num_tokens)
     if normalisation == "sequence":
-        return _inverses(batch.num_sequences * batch.tokens_by_sequence[name] for name in sequences)
+        return _inverses(batch.num_sequences * batch.tokens_by_sequence.get(name, 0) for name in sequences)
     if normalisation == "prompt":
+        of_sequence, of_group = batch.tokens_by_sequence, batch.tokens_by_group
         return _inverses(
-            batch.num_prompts * (batch.tokens_by_sequence[name] if group is None else batch.tokens_by_group[group])
+            batch.num_prompts * (of_sequence.get(name, 0) if group is None else of_group.get(group, 0))
             for group, name in zip(groups, sequences, strict=True)
         )
     assert fixed_num_tokens is not None

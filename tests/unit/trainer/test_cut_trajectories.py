@@ -8,35 +8,28 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from passes import Models, Passed, check_same, policy_and_reference, run_pass
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.batch_shape import BatchShape, group_names, sampled_lengths, sequence_names
 from driftgym.trainer.batching import Row
-from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
 from driftgym.trainer.learner import Learner
-from driftgym.trainer.model_loading import load_model, trained_parameters
-from driftgym.trainer.models import ModelConfig
 from driftgym.trainer.objective_config import KlConfig, Normalisation, ObjectiveConfig
 from driftgym.trainer.objectives import OBJECTIVES, LossSpec, token_weights
 from driftgym.types import Segment
 
-CPU = torch.device("cpu")
-Passed: TypeAlias = tuple[PassReport, dict[str, torch.Tensor]]
 NORMALISATIONS: tuple[Normalisation, ...] = ("token", "sequence", "prompt", "fixed")
 LEVELS = [("tis", "sequence"), ("mis", "geometric"), ("topr", "sequence"), ("opmd", "residual")]
 
 
 @pytest.fixture
-def models(tiny_model_folder: Path) -> tuple[Any, Any]:
-    """A policy and a reference, in float64."""
-    config = ModelConfig(path="m", init="random")
-    policy, reference = (load_model(config, tiny_model_folder, seed=seed, device=CPU).double() for seed in (3, 4))
-    return policy, reference
+def models(tiny_model_folder: Path) -> Models:
+    return policy_and_reference(tiny_model_folder)
 
 
 @pytest.fixture
@@ -79,15 +72,13 @@ def cut_all(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def run(
-    models: tuple[Any, Any],
+    models: Models,
     segments: Sequence[Segment],
     loss: LossSpec,
     *,
     max_tokens: int,
     normalisation: Normalisation = "sequence",
 ) -> Passed:
-    model, reference = models
-    model.zero_grad()
     weights = token_weights(
         sampled_lengths(segments),
         normalisation=normalisation,
@@ -95,29 +86,11 @@ def run(
         sequences=sequence_names(segments),
         fixed_num_tokens=10,
     )
-    settings = PassSettings(
-        loss=loss,
-        temperature=1.0,
-        max_tokens=max_tokens,
-        device=CPU,
-        reference=reference if loss.needs_reference else None,
-    )
     rows = [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
-    report = accumulate_gradients(model, rows, policy_version=3, settings=settings)
-    return report, {name: p.grad.clone() for name, p in trained_parameters(model).items() if p.grad is not None}
+    return run_pass(models, rows, loss, max_tokens=max_tokens)
 
 
-def check_same(one: Passed, other: Passed) -> None:
-    assert other[0].loss == pytest.approx(one[0].loss, rel=1e-6, abs=1e-9)
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        torch.testing.assert_close(other[1][name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
-    plain, split = one[0].metrics(), other[0].metrics()
-    for name in plain.keys() - {"num_micro_batches", "padding_fraction"}:
-        assert split[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-6), name
-
-
-def check_cut(models: tuple[Any, Any], whole: list[Segment], loss: LossSpec, **options: Any) -> None:
+def check_cut(models: Models, whole: list[Segment], loss: LossSpec, **options: Any) -> None:
     expected = run(models, whole, loss, max_tokens=10_000, **options)
     assert expected[1]
     for max_tokens in (1, 40):
@@ -126,14 +99,14 @@ def check_cut(models: tuple[Any, Any], whole: list[Segment], loss: LossSpec, **o
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_every_objective_takes_the_rows_of_a_trajectory_together(
-    models: tuple[Any, Any], whole: list[Segment], name: str
+    models: Models, whole: list[Segment], name: str
 ) -> None:
     check_cut(models, whole, LossSpec(objective=ObjectiveConfig(name=name)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "level"), LEVELS)
 def test_every_level_of_sequences_takes_them_together(
-    models: tuple[Any, Any], whole: list[Segment], name: str, level: str
+    models: Models, whole: list[Segment], name: str, level: str
 ) -> None:
     key = "form" if name == "opmd" else "level"
     config = ObjectiveConfig.model_validate({"name": name, key: level})
@@ -142,22 +115,20 @@ def test_every_level_of_sequences_takes_them_together(
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_every_normalisation_counts_a_trajectory_once(
-    models: tuple[Any, Any], whole: list[Segment], normalisation: Normalisation
+    models: Models, whole: list[Segment], normalisation: Normalisation
 ) -> None:
     check_cut(models, whole, LossSpec(objective=ObjectiveConfig(name="gspo")), normalisation=normalisation)
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_a_kl_term_and_the_mask_of_stale_failures_do_too(
-    models: tuple[Any, Any], whole: list[Segment], place: Any
-) -> None:
+def test_a_kl_term_and_the_mask_of_stale_failures_do_too(models: Models, whole: list[Segment], place: Any) -> None:
     """A penalty in the reward counts for what was sampled before it, also in earlier rows."""
     kl = KlConfig(coef=0.1, place=place)
     check_cut(models, whole, LossSpec(objective=ObjectiveConfig(name="ppo"), kl=kl, max_failure_drift=0.0))
 
 
 def test_a_row_without_an_advantage_moves_with_the_others_of_its_trajectory(
-    models: tuple[Any, Any], whole: list[Segment]
+    models: Models, whole: list[Segment]
 ) -> None:
     """With credit by turns a row may have none of its own; its ratios are in the product that weighs the others."""
     sampled = np.flatnonzero(whole[0].loss_mask)

@@ -4,6 +4,7 @@ The system calls of a child are looked at. What was not flushed when a name came
 """
 
 import errno
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from driftgym.trainer.durable import flush_to_disk
+from driftgym.trainer.durable import flush_files, flush_to_disk
 
 CALLS = "fsync,fdatasync,rename,renameat,renameat2,link,linkat,write,pwrite64"
 PROGRAM = """
@@ -147,6 +148,27 @@ def test_what_is_not_there_cannot_be_flushed(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ENOENT
 
 
+def test_of_many_files_those_that_were_removed_are_passed_over(tmp_path: Path) -> None:
+    files = [tmp_path / "folder" / str(number) for number in range(40)]
+    files[0].parent.mkdir()
+    for file in files[:-1]:
+        file.touch()
+    flush_files(tmp_path / "folder", files)
+    flush_files(tmp_path / "none", [])
+    with pytest.raises(FileNotFoundError, match="none"):
+        flush_files(tmp_path / "none", files)
+
+
 def test_what_has_nothing_to_flush_is_flushed() -> None:
     """A file that is no file on a disk refuses the call; nothing of it can be lost."""
     flush_to_disk(Path("/proc/self/status"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_that_may_only_be_written_to_is_passed_over_and_a_file_is_not(tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir(mode=0o300)
+    file.touch(mode=0o200)
+    flush_to_disk(folder)
+    with pytest.raises(PermissionError):
+        flush_to_disk(folder, file)

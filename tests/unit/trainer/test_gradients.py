@@ -3,33 +3,27 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
+from passes import Models, check_same, policy_and_reference, run_pass
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.batching import Row
-from driftgym.trainer.gradients import PassReport, PassSettings, accumulate_gradients
 from driftgym.trainer.learner import Learner
-from driftgym.trainer.model_loading import load_model, trained_parameters
-from driftgym.trainer.models import ModelConfig
+from driftgym.trainer.model_loading import trained_parameters
 from driftgym.trainer.objective_config import KlConfig, Normalisation, ObjectiveConfig
 from driftgym.trainer.objectives import OBJECTIVES, LossSpec, token_weights
 from driftgym.trainer.training_client import LearnerSpec
 from driftgym.types import Segment
 
-CPU = torch.device("cpu")
-Passed: TypeAlias = tuple[PassReport, dict[str, torch.Tensor]]
 SHAPES = [(3, (1, 0, 2)), (20, (4, 3, 5)), (7, (2, 9, 1)), (12, (6, 1, 1)), (5, (8, 0, 0)), (9, (2, 2, 2))]
 
 
 @pytest.fixture
-def models(tiny_model_folder: Path) -> tuple[Any, Any]:
-    """A policy and a reference, in float64."""
-    config = ModelConfig(path="m", init="random")
-    policy, reference = (load_model(config, tiny_model_folder, seed=seed, device=CPU).double() for seed in (3, 4))
-    return policy, reference
+def models(tiny_model_folder: Path) -> Models:
+    return policy_and_reference(tiny_model_folder)
 
 
 @pytest.fixture
@@ -59,62 +53,35 @@ def rows_of(segments: Sequence[Segment], normalisation: Normalisation = "token")
     return [Row(segment=s, token_weight=weight) for s, weight in zip(segments, weights, strict=True)]
 
 
-def run(models: tuple[Any, Any], rows: Sequence[Row], loss: LossSpec, *, max_tokens: int) -> Passed:
-    model, reference = models
-    model.zero_grad()
-    settings = PassSettings(
-        loss=loss,
-        temperature=1.0,
-        max_tokens=max_tokens,
-        device=CPU,
-        reference=reference if loss.needs_reference else None,
-    )
-    report = accumulate_gradients(model, rows, policy_version=3, settings=settings)
-    return report, {name: p.grad.clone() for name, p in trained_parameters(model).items() if p.grad is not None}
-
-
-def check_same(one: Passed, other: Passed) -> None:
-    assert other[0].loss == pytest.approx(one[0].loss, rel=1e-6, abs=1e-9)
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        # Norms of transformers' layers are computed in float32, whatever the model's type.
-        torch.testing.assert_close(other[1][name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
-    plain, split = one[0].metrics(), other[0].metrics()
-    for name in plain.keys() - {"num_micro_batches", "padding_fraction"}:
-        assert split[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-6), name
-
-
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_any_split_and_any_order(models: tuple[Any, Any], segments: list[Segment], name: str) -> None:
+def test_any_split_and_any_order(models: Models, segments: list[Segment], name: str) -> None:
     loss = LossSpec(objective=ObjectiveConfig(name=name))  # type: ignore[arg-type]
     rows = rows_of(segments)
-    whole = run(models, rows, loss, max_tokens=10_000)
+    whole = run_pass(models, rows, loss, max_tokens=10_000)
     assert whole[1]
     for max_tokens in (1, 40):
-        split = run(models, rows, loss, max_tokens=max_tokens)
+        split = run_pass(models, rows, loss, max_tokens=max_tokens)
         assert split[0].num_micro_batches > 2
         check_same(whole, split)
-    check_same(whole, run(models, rows[::-1], loss, max_tokens=40))
+    check_same(whole, run_pass(models, rows[::-1], loss, max_tokens=40))
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "prompt", "fixed"])
 def test_any_split_for_every_normalisation(
-    models: tuple[Any, Any], segments: list[Segment], normalisation: Normalisation
+    models: Models, segments: list[Segment], normalisation: Normalisation
 ) -> None:
     loss = LossSpec(objective=ObjectiveConfig(name="m2po"))
     rows = rows_of(segments, normalisation)
-    check_same(run(models, rows, loss, max_tokens=10_000), run(models, rows, loss, max_tokens=1))
+    check_same(run_pass(models, rows, loss, max_tokens=10_000), run_pass(models, rows, loss, max_tokens=1))
 
 
-def test_a_row_that_is_masked_as_a_whole_still_counts_in_the_baseline(
-    models: tuple[Any, Any], segments: list[Segment]
-) -> None:
+def test_a_row_that_is_masked_as_a_whole_still_counts_in_the_baseline(models: Models, segments: list[Segment]) -> None:
     """The failure beside it is pushed down for what its sibling got, whether that is trained or not."""
     success, failure = segments[:2]
     masked = dataclasses.replace(success, train_mask=success.loss_mask & False)
     loss = LossSpec(objective=ObjectiveConfig(name="opmd", tau=1e-9))
     for max_tokens in (1, 10_000):
-        report, _ = run(models, rows_of([masked, failure], "sequence"), loss, max_tokens=max_tokens)
+        report, _ = run_pass(models, rows_of([masked, failure], "sequence"), loss, max_tokens=max_tokens)
         assert report.record is not None
         num_trained = int(failure.train_mask.sum())
         share = num_trained / int(failure.loss_mask.sum())
@@ -123,23 +90,21 @@ def test_a_row_that_is_masked_as_a_whole_still_counts_in_the_baseline(
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_any_split_with_a_kl_term_and_stale_failures_left_out(
-    models: tuple[Any, Any], segments: list[Segment], place: Any
+    models: Models, segments: list[Segment], place: Any
 ) -> None:
     loss = LossSpec(objective=ObjectiveConfig(name="ppo"), kl=KlConfig(coef=0.1, place=place), max_failure_drift=0.0)
     rows = rows_of(segments)
-    whole = run(models, rows, loss, max_tokens=10_000)
-    check_same(whole, run(models, rows, loss, max_tokens=1))
+    whole = run_pass(models, rows, loss, max_tokens=10_000)
+    check_same(whole, run_pass(models, rows, loss, max_tokens=1))
     assert whole[0].metrics()["mask_fraction"] > 0
 
 
-def test_the_surrogate_of_the_second_pass_is_the_gradient_of_the_loss(
-    models: tuple[Any, Any], segments: list[Segment]
-) -> None:
+def test_the_surrogate_of_the_second_pass_is_the_gradient_of_the_loss(models: Models, segments: list[Segment]) -> None:
     """Finite differences of the loss of the whole batch along its gradient."""
     loss = LossSpec(objective=ObjectiveConfig(name="tba"))
     whole = [dataclasses.replace(segment, train_mask=segment.loss_mask) for segment in segments]
     rows = rows_of(whole, "sequence")
-    _, gradients = run(models, rows, loss, max_tokens=1)
+    _, gradients = run_pass(models, rows, loss, max_tokens=1)
     parameters = trained_parameters(models[0])
     squared = sum(float(g.square().sum()) for g in gradients.values())
 
@@ -147,7 +112,7 @@ def test_the_surrogate_of_the_second_pass_is_the_gradient_of_the_loss(
         with torch.no_grad():
             for name, gradient in gradients.items():
                 parameters[name].add_(step * gradient)
-        value = run(models, rows, loss, max_tokens=10_000)[0].loss
+        value = run_pass(models, rows, loss, max_tokens=10_000)[0].loss
         with torch.no_grad():
             for name, gradient in gradients.items():
                 parameters[name].add_(-step * gradient)

@@ -153,6 +153,26 @@ def test_what_stands_on_tool_tokens_does_not_touch_the_step(learner_spec, segmen
     assert _same(_published(learners[0], tmp_path / "a"), _published(learners[1], tmp_path / "b"))
 
 
+@pytest.mark.parametrize("size", [5e36, 1e25])
+def test_a_gradient_that_is_not_finite_names_the_trajectories_and_leaves_the_weights(
+    learner_spec, segments, tmp_path, size
+):
+    """The losses are finite; the gradients are too large, or have a norm that is, though each of them is finite."""
+    learner = Learner(learner_spec(objective={"name": "reinforce"}))
+    weights = _published(learner, tmp_path)
+    signs = {1: size, 3: -size}
+    bad = [
+        dataclasses.replace(segment, advantages=np.where(segment.loss_mask, signs[index], 0.0))
+        if index in signs
+        else segment
+        for index, segment in enumerate(segments)
+    ]
+    with pytest.raises(TrainingError, match=r"a gradient is not finite.*Trajectories: t1, t3$"):
+        learner.train_step(bad)
+    assert _same(weights, _published(learner, tmp_path))
+    learner.train_step(segments)
+
+
 @pytest.mark.parametrize("field", ["behaviour_logprobs", "advantages"])
 @pytest.mark.parametrize("objective", ["ppo", "tis"])
 def test_a_loss_that_is_not_finite_names_the_trajectory_and_leaves_the_weights(

@@ -1,5 +1,6 @@
 """Checkpoints and going on from them, where the loop's own tests do not look."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -57,6 +58,55 @@ async def test_the_two_newest_checkpoints_are_kept(tmp_path: Path, journal: Jour
     assert lineage.checkpoint is not None
     client = ScriptedTrainingClient()
     await client.load(learner_part(lineage.checkpoint), policy_version=5)
+
+
+async def test_the_newest_are_those_of_the_highest_versions_however_their_names_are_written(
+    tmp_path: Path, journal: Journal
+) -> None:
+    await steps(tmp_path, journal, 2)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "00000001").rename(checkpoints / "1")
+    (checkpoints / "00000002").rename(checkpoints / "2")
+    await write_checkpoint(tmp_path, ScriptedTrainingClient(), journal, policy_version=10)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["00000010", "2"]
+
+
+async def test_what_ends_while_a_checkpoint_is_written_is_as_safe_as_the_journal_that_tells_of_it(
+    tmp_path: Path, journal: Journal
+) -> None:
+    """Where the journal outlived the trajectories, a power failure would leave a group that nobody can read."""
+    unflushed: list[int] = []
+
+    class Saving(ScriptedTrainingClient):
+        def save(self, folder: Path) -> "asyncio.Future[None]":
+            unflushed.append(len(journal._unflushed))  # the journal was flushed right before
+            return super().save(folder)
+
+    await play(journal, 0)
+    ends_meanwhile = asyncio.create_task(play(journal, 1))
+    await write_checkpoint(tmp_path, Saving(), journal, policy_version=0)
+    await ends_meanwhile
+    assert unflushed == [0]
+
+
+async def test_what_could_not_be_flushed_is_flushed_the_next_time(tmp_path: Path, journal: Journal) -> None:
+    await play(journal, 0)
+    trajectories = tmp_path / "trajectories"
+    trajectories.rename(tmp_path / "moved")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            journal.flush_trajectories()
+    (tmp_path / "moved").rename(trajectories)
+    journal.flush_trajectories()
+    assert not journal._unflushed
+
+
+async def test_trajectories_that_somebody_removes_cost_no_checkpoint(tmp_path: Path, journal: Journal) -> None:
+    group_id = await play(journal, 0)
+    (tmp_path / "trajectories" / f"{group_id}.json.gz").unlink()
+    await write_checkpoint(tmp_path, ScriptedTrainingClient(), journal, policy_version=0)
+    lineage = take_up(tmp_path, journal, RULE, say=print)
+    assert [row.group_id for row in lineage.again] == [group_id], "it is played again"
 
 
 async def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_stands(

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driftgym.trainer.batch_shape import BatchShape
 from driftgym.trainer.learner_config import LearnerConfig
 from driftgym.trainer.objective_config import OBJECTIVE_NUMBERS, KlConfig, ObjectiveConfig
 from driftgym.trainer.objectives import OBJECTIVES, LossSpec, TokenBatch, TokenLosses, drift_metrics, token_weights
@@ -300,6 +301,14 @@ def test_weights_add_up_to_one_where_they_are_a_mean(lengths: list[int], groups:
         assert total == pytest.approx(sum(lengths) / (3 * sum(length > 0 for length in lengths)))
     else:
         assert total == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("normalisation", ["sequence", "prompt"])
+def test_a_row_without_a_sampled_token_that_its_batch_does_not_know_weighs_nothing(normalisation: Any) -> None:
+    known = BatchShape.of_lengths([4, 2], groups=["a", None], sequences=["x", "y"])
+    names: dict[str, Any] = {"groups": ["a", "b", None], "sequences": ["x", "u", "v"]}
+    weights = token_weights([4, 0, 0], normalisation=normalisation, batch=known, **names)
+    assert weights == [1.0 / 8, 0.0, 0.0]
 
 
 def test_weights_need_what_they_are_made_of() -> None:

@@ -109,7 +109,7 @@ def test_a_learner_of_several_processes_with_adapters_is_refused(learner_spec: C
 
 
 FOLLOWER = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from driftgym.errors import DriftgymError, TrainingError
 from driftgym.processes import serve_calls
 
@@ -117,10 +117,18 @@ def refuse():
     raise TrainingError("no")
 
 def fail():
-    raise ValueError("a bug")
+    if sys.argv[1] == "2":
+        raise ValueError("a bug")
+    while pathlib.Path("/proc", OF_THE_SECOND.read_text()).exists():
+        time.sleep(0.01)
+    raise ConnectionError("another process is gone")
+
+OF_THE_SECOND = pathlib.Path(__file__).with_name("pid")
+if sys.argv[1] == "2":
+    OF_THE_SECOND.write_text(str(os.getpid()))
 
 serve_calls(
-    {"same": lambda: None, "refuse": refuse, "save": lambda: None, "pid": os.getpid, "fail": fail,
+    {"same": lambda: None, "refuse": refuse, "save": lambda: None, "fail": fail, "hang": lambda: time.sleep(60),
      "die": lambda: os.kill(os.getpid(), signal.SIGKILL), "end": lambda: os._exit(3)},
     ends_after=lambda error: not isinstance(error, DriftgymError),
 )
@@ -128,11 +136,18 @@ serve_calls(
 
 
 @pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankProcesses]:
-    """Two further processes beside this one."""
+def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What further processes run."""
     (tmp_path / "a_follower.py").write_text(FOLLOWER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    started = RankProcesses.start("a_follower", num=2)
+    return "a_follower"
+
+
+@pytest.fixture
+def processes(follower: str) -> Iterator[RankProcesses]:
+    """Two further processes beside this one."""
+    started = RankProcesses.start(follower, num=2)
+    started.carry("same", lambda: None)
     yield started
     started.close()
 
@@ -157,12 +172,12 @@ def test_a_call_has_one_outcome_and_errors_of_all_are_those_of_the_first(process
 @pytest.mark.parametrize(
     ("method", "call", "problem"),
     [
-        ("refuse", lambda: None, r"process 1 of the learner \(pid \d+\) and the first came to different ends"),
+        ("refuse", lambda: None, r"process [12] of the learner \(pid \d+\) and the first came to different ends"),
         ("same", refuse, r"came to different ends in same: done, and no"),
         ("same", full_disk, r"process 0 of the learner failed in same\n.*the disk is full"),
-        ("fail", lambda: None, r"process 1 of the learner \(pid \d+\) failed in fail\n.*a bug"),
-        ("die", lambda: None, r"process 1 of the learner \(pid \d+\) was killed by SIGKILL"),
-        ("end", full_disk, r"process 1 of the learner \(pid \d+\) ended with exit code 3"),
+        ("fail", lambda: None, r"process 2 of the learner \(pid \d+\) failed in fail\n.*a bug"),  # the cause
+        ("die", lambda: None, r"process [12] of the learner \(pid \d+\) was killed by SIGKILL"),
+        ("end", full_disk, r"process [12] of the learner \(pid \d+\) ended with exit code 3"),
     ],
 )
 def test_processes_that_differ_or_are_lost_end_the_learner(
@@ -171,8 +186,15 @@ def test_processes_that_differ_or_are_lost_end_the_learner(
     with pytest.raises(ChildDiedError, match=f"(?s){problem}") as caught:
         processes.carry(method, call)
     assert isinstance(caught.value, DriftgymError)
-    with pytest.raises(NotDoneError, match=r"same was not done: process [01] of the learner"):
+    with pytest.raises(NotDoneError, match=r"same was not done: process [012] of the learner"):
         processes.carry("same", lambda: None)
+
+
+def test_processes_that_wait_in_vain_for_a_first_one_that_failed_are_killed(follower: str) -> None:
+    hasty = RankProcesses.start(follower, num=3, settle_s=0.2)
+    with pytest.raises(ChildDiedError, match="came to different ends in hang: no answer, and no"):
+        hasty.carry("hang", refuse)
+    assert all(process._process.poll() is not None for process in hasty._processes)
 
 
 def test_one_that_was_killed_between_calls_is_noticed_at_the_next(processes: RankProcesses) -> None:

@@ -226,6 +226,22 @@ def test_files_of_a_checkpoint_are_those_of_one_process(outcomes: Mapping[str, O
         }
 
 
+@pytest.mark.parametrize("config", [{"micro_batch_tokens": 16}, {"objective": {"name": "opmd"}}])
+async def test_batches_of_fewer_trajectories_than_processes(config: Mapping[str, Any]) -> None:
+    """One row, one trajectory in two rows beside another, nothing that is trained: some have nothing to compute."""
+    rows = batches()[0]
+    masked = [dataclasses.replace(row, train_mask=row.loss_mask & False) for row in rows[:2]]
+    alone = Learner(specification(1, config))
+    client = await ProcessTrainingClient.start(specification(3, config), limits=LIMITS)
+    try:
+        for batch in (rows[:1], [rows[9], rows[13], rows[0]], masked, [*masked, rows[2]]):
+            found, expected = await train_step(client, batch), alone.train_step(batch)
+            for key in expected.metrics.keys() - OF_THE_SPLIT:
+                assert found.metrics[key] == pytest.approx(expected.metrics[key], rel=1e-5, abs=1e-5), key
+    finally:
+        await client.close()
+
+
 async def test_a_checkpoint_of_two_is_gone_on_with_by_one_and_the_other_way_round(tmp_path: Path) -> None:
     config = {"objective": {"name": "cispo"}, "kl": {"coef": 0.1}}
     steps = batches()
@@ -282,16 +298,21 @@ async def test_a_batch_in_parts_the_warm_up_and_bfloat16(tmp_path: Path) -> None
 
 async def test_a_step_that_fails_fails_everywhere_and_the_learner_goes_on(tmp_path: Path) -> None:
     rows = batches()[0]
-    bad = [
-        dataclasses.replace(row, advantages=np.where(row.loss_mask, 3e38, 0.0)) if index in (2, 7) else row
-        for index, row in enumerate(rows)
-    ]
+    bad, large = (
+        [
+            dataclasses.replace(row, advantages=np.where(row.loss_mask, advantage, 0.0)) if index in (2, 7) else row
+            for index, row in enumerate(rows)
+        ]
+        for advantage in (3e38, 1e30)
+    )
     unknown = dataclasses.replace(rows[3], token_ids=np.full_like(rows[3].token_ids, 10_000))
     client = await ProcessTrainingClient.start(specification(2, {}), limits=LIMITS)
     try:
         before = await client.publish(tmp_path / "before")
         with pytest.raises(TrainingError, match=r"step 1: the loss is not finite.*Trajectories: t2, t7$"):
             await train_step(client, bad)
+        with pytest.raises(TrainingError, match=r"step 1: a gradient is not finite.*Trajectories: t2, t7$"):
+            await train_step(client, large)
         with pytest.raises(TrainingError, match="t3: token 10000 is unknown"):
             await train_step(client, [*rows[:3], unknown])
         (tmp_path / "a file").write_text("")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stub_engine import StubEngine, reply
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import save_model_of_fixed_logits
 
 from driftgym.errors import TrainingError
 from driftgym.trainer.learner import Learner
@@ -120,27 +120,6 @@ def test_a_later_life_may_change_what_the_optimizer_was_told(learner_spec, make_
     weights = [published(learner, tmp_path / str(index)) for index, learner in enumerate(learners)]
     assert same(weights[0], weights[1])
     assert not same(weights[0], weights[2])
-
-
-def save_model_of_fixed_logits(folder, logits):
-    """A model whose logits are these, whatever it reads: its layers add nothing to embeddings that are all the same."""
-    config = Qwen3Config(
-        vocab_size=len(logits),
-        hidden_size=4,
-        intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=4,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(0.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
-        model.lm_head.weight.copy_(torch.tensor(logits)[:, None] / 4 * torch.ones(4))
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(("told", "ratio"), [(-2.1429, 1.0), (-1.4076, 0.479), (-2.8152, 1.959)])

@@ -5,6 +5,7 @@ import pytest
 
 from driftgym.trainer.learner import Learner
 from driftgym.trainer.learner_config import WarmupConfig
+from driftgym.trainer.ranks import shares
 from driftgym.trainer.warmup import copy_segment, imitated, warmup_batches, warmup_learning_rate
 
 
@@ -13,7 +14,7 @@ def _batches(segments, *, seed=0, **config):
 
 
 def test_a_copy_says_ordinary_tokens_twice_with_the_loss_on_the_second(make_segment):
-    segment = copy_segment(np.random.default_rng(0), range(3, 61))
+    segment = copy_segment(np.random.default_rng(0), range(3, 61), number=0)
     first, second = np.split(segment.token_ids, 2)
     assert first.tolist() == second.tolist()
     assert len(first) == 30
@@ -28,9 +29,14 @@ def test_a_share_of_each_batch_is_copies(make_segment):
     for rows in batches:
         names = [row.segment.trajectory_id for row in rows]
         assert len(names) == 8
-        assert names.count("copy") == 2
+        assert [name for name in names if name.startswith("copy")] == ["copy-0", "copy-1"]
         num_tokens = sum(int(row.segment.loss_mask.sum()) for row in rows)
         assert {row.token_weight for row in rows} == {1.0 / num_tokens}
+
+
+def test_several_processes_share_copies(make_segment):
+    (rows,) = _batches([make_segment(seed=0)], num_steps=1, batch_size=8, copy_fraction=1.0)
+    assert [len(share) for share in shares(rows, num=4)] == [2, 2, 2, 2]
 
 
 def test_each_demonstration_comes_once_before_any_comes_again(make_segment):

@@ -46,7 +46,7 @@ async def test_a_turn_does_not_count_for_those_who_wait():
     pool.take_turn_back(have_weights_changed=False)
     check(await before, 2, 15)
     check(await within, 3, 15)
-    assert 2.0 < parked.seconds < 20
+    assert parked.seconds > 2.0
     await pool.close()
 
 
@@ -99,10 +99,10 @@ async def test_weights_that_are_taken_in_a_turn_do_not_end_it():
     engine = Engine()
     pool = pool_of(engine)
     await pool.lend_turn()
-    asked = start(pool, 1, timeout_s=0.3)
+    asked = start(pool, 1, timeout_s=1.0)
     await waiting(pool, 1)
     await pool.update_weights(weights(1), mode="in_flight", timeout_s=5)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(1.5)
     assert not engine.requests
     assert not asked.done()
     pool.take_turn_back(have_weights_changed=False)
