@@ -133,15 +133,20 @@ def check_totals(run_dir: Path, summary: dict[str, Any], trajectories: list[Traj
 
 
 def check_interruptions(trajectory: Trajectory) -> None:
-    """Each interruption came after so many tokens, by the same text, and the answer ended after it. Nobody thinks."""
-    forced = make_renderer("compact", TINY).encode_text("1")
+    """Each interruption came after so many tokens, by the same text, and the answer ended after it.
+
+    The tag stands in it where the model, which is random, has begun to think.
+    """
+    renderer = make_renderer("compact", TINY)
+    ((begins,), (ends,), (forced,)) = map(renderer.encode_text, ("<think>", "</think>", "1"))
     turns = trajectory.turns
     assert trajectory.events.get("interrupted", 0) == sum(each.is_interrupted for each in turns)
     for begun, ended in zip(turns, (*turns[1:], None), strict=True):
         if begun.is_interrupted:
             assert ended is not None
             assert (len(begun.completion.token_ids), begun.completion.finish_reason) == (AFTER_TOKENS, "length")
-            assert ended.new_prompt_token_ids.tolist() == forced
+            tags = [each for each in begun.completion.token_ids.tolist() if each in (begins, ends)]
+            assert ended.new_prompt_token_ids.tolist() == ([ends, forced] if tags[-1:] == [begins] else [forced])
             assert 1 <= len(ended.completion.token_ids) <= 32 - AFTER_TOKENS
     if trajectory.status.is_scored:
         masks = [segment.loss_mask.sum() for segment in segments_of(trajectory, advantage=1.0)]
