@@ -73,7 +73,7 @@ class LearnerProcess:
         self._others.carry("join", self._join, self._rendezvous.port, num_processes)
 
     def _join(self, port: int, size: int) -> None:
-        self._ranks = join(port=port, rank=self._rank, size=size, device=ALONE.device)
+        self._ranks = join(port=port, rank=self._rank, size=size)
 
     def _start(self, spec: LearnerSpec) -> str:
         torch.set_num_threads(spec.config.num_threads)

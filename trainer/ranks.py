@@ -1,4 +1,4 @@
-"""The processes that compute a step together, seen from one of them; torch.distributed, gloo on a CPU, NCCL on GPUs.
+"""The processes that compute a step together, seen from one of them; torch.distributed, over gloo.
 
 All of them run the same code on the same rows (one program, several processes): each takes its share of the rows, and
 what depends on the whole batch is computed by each from what all of them gave. Every method here but `share` is a
@@ -143,21 +143,19 @@ class Rendezvous:
         )
 
 
-def join(*, port: int, rank: int, size: int, device: torch.device) -> Ranks:
+def join(*, port: int, rank: int, size: int) -> Ranks:
     """Meets the other processes; returns when all have come.
 
     Args:
         port: of the `Rendezvous`.
         rank: of this process.
         size: how many there are.
-        device: where this process computes; decides how they speak to each other.
     """
     if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     store = TCPStore(_HOST, port, size, is_master=False)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
-    return Ranks(rank=rank, size=size, device=device, mesh=DeviceMesh(device.type, list(range(size))))
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    return Ranks(rank=rank, size=size, device=torch.device("cpu"), mesh=DeviceMesh("cpu", list(range(size))))
 
 
 def leave() -> None:
