@@ -85,7 +85,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     left.axhline(0.8, color="grey", linewidth=0.8)
     left.set(xlabel="seconds", ylabel=f"reward, mean of {_WINDOW} steps", ylim=(0, 1), title="Reward over wall time")
     left.set_xscale("log")
-    left.legend(fontsize=7)
+    left.legend(fontsize="xx-small", ncols=3, loc="lower right")
     swept = sorted(
         (row for row in rows if row["mode"] == "async" and row["weights"] == "in_flight" and row["max_lag"] == 64),
         key=_episodes,
