@@ -78,8 +78,8 @@ class ExecState:
 class Command:
     """What is to be run.
 
-    >>> Command.checked(["echo", "a"], cwd="sub", env={}).cwd
-    '/work/sub'
+    >>> Command.checked(["echo", "a"], cwd="sub", env={}).cwd == f"{WORK_DIR}/sub"
+    True
     """
 
     argv: tuple[str, ...]

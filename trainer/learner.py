@@ -30,6 +30,8 @@ from driftgym.trainer.warmup import warmup_batches, warmup_learning_rate
 from driftgym.trainer.weights import WeightPublisher
 from driftgym.types import Segment, WeightUpdate
 
+_DEVICE = torch.device("cpu")
+
 
 class Learner:
     """A model that is trained. Synchronous; `policy_version` counts its optimizer steps.
@@ -55,7 +57,7 @@ class Learner:
             loss=loss,
             temperature=spec.temperature,
             max_tokens=spec.config.micro_batch_tokens,
-            device=ranks.device,
+            device=_DEVICE,
             ranks=ranks,
         )
         self._reference: TokenScorer | None = None
@@ -154,7 +156,7 @@ class Learner:
         return self._reference
 
     def _new_model(self) -> Any:
-        return load_model(self._spec.model, self._spec.model_folder, seed=self._spec.seed, device=self._ranks.device)
+        return load_model(self._spec.model, self._spec.model_folder, seed=self._spec.seed, device=_DEVICE)
 
     def _frozen_copy(self) -> TokenScorer:
         is_alone = self._ranks.size == 1

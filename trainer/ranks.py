@@ -41,8 +41,6 @@ class Ranks:
     """Of this process, from 0."""
     size: int
     """How many there are; 1: this one alone, and no meeting takes place."""
-    device: torch.device
-    """Where this process computes."""
     mesh: DeviceMesh | None = None
     """All of them, as torch's sharding takes it; None for one alone."""
 
@@ -52,7 +50,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: _T) -> list[_T]:
-        """The `value` of each process, by rank, its tensors on this one's device. Plain objects and tensors only."""
+        """The `value` of each process, by rank. Plain objects and tensors only."""
         if self.size == 1:
             return [value]
         written = io.BytesIO()
@@ -60,13 +58,13 @@ class Ranks:
         gathered: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(gathered, written.getvalue())
         # Bytes of a process of this learner: they are as trusted as its code.
-        return [torch.load(io.BytesIO(each), map_location=self.device, weights_only=False) for each in gathered]
+        return [torch.load(io.BytesIO(each), weights_only=False) for each in gathered]
 
     def largest(self, value: int) -> int:
         """The largest `value` of any process."""
         if self.size == 1:
             return value
-        shared = torch.tensor(value, device=self.device)
+        shared = torch.tensor(value)
         torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
         return int(shared)
 
@@ -83,7 +81,7 @@ class Ranks:
         return list(rows) if self.size == 1 else shares(rows, num=self.size)[self.rank]
 
 
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+ALONE = Ranks(rank=0, size=1)
 """A process that computes its steps by itself."""
 
 
@@ -155,7 +153,7 @@ def join(*, port: int, rank: int, size: int) -> Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     store = TCPStore(_HOST, port, size, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
-    return Ranks(rank=rank, size=size, device=torch.device("cpu"), mesh=DeviceMesh("cpu", list(range(size))))
+    return Ranks(rank=rank, size=size, mesh=DeviceMesh("cpu", list(range(size))))
 
 
 def leave() -> None:
